@@ -1,0 +1,181 @@
+"""Derivatives of the two losses: the only place where a loss is differentiated.
+
+Products with second derivatives come in two ways. ``exact`` differentiates twice. ``central`` takes two ordinary
+gradients on the same batch with the same random numbers, at w ± δv, and divides their difference by 2δ; it needs no
+second derivative, so fused attention, cuDNN recurrent nets and compiled models keep working.
+
+Buffers are written to (BatchNorm statistics move) only by the training gradient. Every derivative that serves the
+hypergradient works on a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bestresponse import vectors
+from bestresponse.problem import Batch, Params, Problem, evaluate
+from bestresponse.space import Raw
+from bestresponse.vectors import Vector
+
+Products = Literal["exact", "central"]
+
+
+class Gradient(NamedTuple):
+    """A loss and its derivative in the weights and in raw (empty when it was not asked for)."""
+
+    loss: Tensor
+    params: Params
+    raw: Raw
+
+
+def train_gradient(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params, with_raw: bool = False
+) -> Gradient:
+    """∂L_T/∂w, and with ``with_raw`` also ∂L_T/∂raw, on one batch. Writes to ``buffers``."""
+    w = vectors.leaves(params)
+    r = vectors.leaves(raw) if with_raw else raw
+    loss = evaluate(problem, "train", w, problem.space.values(r), batch, buffers)
+    grads = _grad(loss, [*w.values(), *(r.values() if with_raw else ())])
+    return Gradient(loss.detach(), dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=False)))
+
+
+def train_gradients(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params, vectorize: bool
+) -> Gradient:
+    """∂L_T/∂w at several (weights, raw) pairs on one batch: every tensor has a leading dimension ``samples``.
+
+    Vectorized, all are computed at once through ``torch.func.vmap``: much faster for small models, and not possible
+    for layers that write to buffers (BatchNorm in training mode).
+    """
+    samples = next(iter(params.values())).shape[0]
+    if not vectorize:
+        each = [
+            train_gradient(
+                problem,
+                {name: part[i] for name, part in params.items()},
+                {name: part[i] for name, part in raw.items()},
+                batch,
+                buffers=buffers,
+            )
+            for i in range(samples)
+        ]
+        stacked = {name: torch.stack([g.params[name] for g in each]) for name in params}
+        return Gradient(torch.stack([g.loss for g in each]), stacked, {})
+
+    def loss_at(w: Params, r: Raw) -> Tensor:
+        return evaluate(problem, "train", w, problem.space.values(r), batch, dict(buffers))
+
+    # One backward pass through the summed losses gives every pair its own gradient: pair i enters only loss i.
+    w = vectors.leaves(params)
+    losses = torch.func.vmap(loss_at, randomness="different")(w, raw)
+    grads = _grad(losses.sum(), w.values())
+    return Gradient(losses.detach(), dict(zip(w, grads, strict=True)), {})
+
+
+def valid_gradient(problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params) -> Gradient:
+    """∂/∂w and ∂/∂raw of the validation objective: the validation loss plus the priors on raw.
+
+    ``loss`` is the validation loss alone. The derivative in raw is the direct one: it is zero for hypers that neither
+    the validation loss nor a prior depends on.
+    """
+    w, r = vectors.leaves(params), vectors.leaves(raw)
+    loss = evaluate(problem, "valid", w, problem.space.values(r), batch, vectors.clone(buffers))
+    penalty = problem.space.penalty(r)
+    grads = _grad(loss if penalty is None else loss + penalty, [*w.values(), *r.values()])
+    return Gradient(loss.detach(), dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True)))
+
+
+def curvature_product(
+    problem: Problem,
+    params: Params,
+    raw: Raw,
+    batch: Batch,
+    vector: Vector,
+    *,
+    buffers: Params,
+    products: Products = "exact",
+) -> Vector:
+    """H v, with H = ∂²L_T/∂w² on one batch."""
+    if products == "central":
+        return _central(problem, params, raw, batch, vector, buffers, with_raw=False).params
+    w, slope, _ = _slope(problem, params, raw, batch, vector, buffers, with_raw=False)
+    return dict(zip(w, _grad(slope, w.values()), strict=True))
+
+
+def mixed_product(
+    problem: Problem,
+    params: Params,
+    raw: Raw,
+    batch: Batch,
+    vector: Vector,
+    *,
+    buffers: Params,
+    products: Products = "exact",
+) -> Raw:
+    """(∂²L_T/∂raw∂w) v: how the slope of the training loss along v changes with each hyper. As large as raw."""
+    if products == "central":
+        return _central(problem, params, raw, batch, vector, buffers, with_raw=True).raw
+    _, slope, r = _slope(problem, params, raw, batch, vector, buffers, with_raw=True)
+    return dict(zip(r, _grad(slope, r.values()), strict=True))
+
+
+def difference_step(params: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> float:
+    """The δ of a central difference along ``vector``: ε^⅓ · ‖w‖ / ‖v‖, where rounding and curvature errors balance."""
+    dtype = next(iter(params.values())).dtype
+    length, size = float(vectors.norm(vector)), float(vectors.norm(params))
+    return torch.finfo(dtype).eps ** (1 / 3) * (size or 1.0) / length if length > 0 else 0.0
+
+
+def _slope(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, vector: Vector, buffers: Params, *, with_raw: bool
+) -> tuple[Params, Tensor, Raw]:
+    """⟨∂L_T/∂w, v⟩ as a node of a graph, with the leaves to differentiate it in."""
+    w, r = vectors.leaves(params), (vectors.leaves(raw) if with_raw else raw)
+    loss = evaluate(problem, "train", w, problem.space.values(r), batch, vectors.clone(buffers))
+    grads = dict(zip(w, _grad(loss, w.values(), create_graph=True), strict=True))
+    return w, vectors.dot(grads, vector), r
+
+
+def _central(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, vector: Vector, buffers: Params, *, with_raw: bool
+) -> Gradient:
+    delta = difference_step(params, vector)
+    if delta == 0.0:
+        return Gradient(torch.zeros(()), vectors.zeros_like(params), vectors.zeros_like(raw))
+
+    def at(sign: float) -> Gradient:
+        shifted = vectors.axpy(sign * delta, vector, params)
+        return train_gradient(problem, shifted, raw, batch, buffers=vectors.clone(buffers), with_raw=with_raw)
+
+    plus, minus = with_same_randomness([lambda: at(1.0), lambda: at(-1.0)], problem.device)
+    return Gradient(
+        (plus.loss + minus.loss) / 2,
+        vectors.scale(0.5 / delta, vectors.axpy(-1.0, minus.params, plus.params)),
+        vectors.scale(0.5 / delta, vectors.axpy(-1.0, minus.raw, plus.raw)),
+    )
+
+
+def with_same_randomness(calls: Iterable[Callable[[], Gradient]], device: torch.device) -> list[Gradient]:
+    """Run each call from the same state of torch's random generators, so that dropout masks agree."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    results = []
+    for call in calls:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        results.append(call())
+    return results
+
+
+def _grad(output: Tensor, inputs: Iterable[Tensor], create_graph: bool = False) -> list[Tensor]:
+    inputs = list(inputs)
+    if not output.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in inputs]
+    return list(
+        torch.autograd.grad(output, inputs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    )

@@ -1,0 +1,27 @@
+"""The method families, and the papers' names for what they are made of."""
+
+from bestresponse.methods.best_response import BestResponse
+from bestresponse.methods.black_box import BlackBox, Grid, Random, Sampler, Trial
+from bestresponse.methods.catalog import (
+    cross_validation,
+    lorraine2018_global,
+    lorraine2018_joint,
+    lorraine2018_simplified,
+    luketina2016,
+)
+from bestresponse.methods.implicit import Implicit
+
+__all__ = [
+    "BestResponse",
+    "BlackBox",
+    "Grid",
+    "Implicit",
+    "Random",
+    "Sampler",
+    "Trial",
+    "cross_validation",
+    "lorraine2018_global",
+    "lorraine2018_joint",
+    "lorraine2018_simplified",
+    "luketina2016",
+]

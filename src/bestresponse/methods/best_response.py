@@ -1,0 +1,169 @@
+"""Learn the best response with a hypernetwork (Lorraine and Duvenaud 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from bestresponse import vectors
+from bestresponse.gradients import train_gradients, valid_gradient
+from bestresponse.memory import require_memory
+from bestresponse.method import Alternate, Method, Metrics, Schedule
+from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
+from bestresponse.perturb import Gaussian, Perturbation
+from bestresponse.problem import Params, Problem
+from bestresponse.responses import Linear, Recipe, Response
+from bestresponse.space import Raw
+from bestresponse.state import State
+from bestresponse.stream import Stream
+
+
+@dataclass(kw_only=True)
+class BestResponseState(State):
+    """A response, and the two updaters that train it and move raw."""
+
+    response: Response
+    response_updater: Updater
+    raw_updater: Updater
+
+
+@final
+@dataclass(frozen=True)
+class BestResponse(Method):
+    """Train a hypernetwork w_φ(λ) in place of the weights, and tune the hypers through it.
+
+    A training update moves φ along the gradient of L_T(w_φ(λ), λ) at hypers drawn from p(λ); a change of raw moves λ̂
+    along the gradient of L_V(w_φ(λ̂), λ̂). The four algorithms of Lorraine and Duvenaud
+    (https://arxiv.org/abs/1802.09419) that use a hypernetwork differ in ``perturb`` and ``schedule`` alone; see
+    :mod:`bestresponse.methods.catalog`.
+
+    Args:
+        response: What kind of hypernetwork.
+        perturb: p(λ), where it is trained; ``None`` trains it at the current hypers only.
+        samples: Hypers drawn for each training batch; each costs one gradient.
+        centered: Feed the response the distance from the current hypers, λ − λ̂, instead of λ. Its bias is then the
+            weights at λ̂, whatever λ̂ is.
+        vectorize: Evaluate all samples at once, through ``torch.func.vmap``. Much faster for small models with
+            several samples; not for models with BatchNorm.
+        schedule: When to train and when to tune.
+        optimizer: For the hypernetwork.
+        hyper_optimizer: For raw.
+        lr_schedule: Learning-rate schedule of ``optimizer``.
+        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``.
+        hyper_lr: Learning rates for single hypers, by name.
+    """
+
+    response: Recipe = field(default_factory=Linear)
+    perturb: Perturbation | None = field(default_factory=Gaussian)
+    samples: int = 1
+    centered: bool = False
+    vectorize: bool = False
+    schedule: Schedule = field(default_factory=Alternate)
+    optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=1e-3)
+    hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=3e-2)
+    lr_schedule: ScheduleFactory | None = None
+    hyper_lr_schedule: ScheduleFactory | None = None
+    hyper_lr: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1; got {self.samples}")
+        if self.perturb is None and self.centered:
+            raise ValueError(
+                "a centered response sees only the distance from the current hypers, which is always zero without "
+                "perturb: it could never learn. Give a perturb, such as br.Gaussian(0.1), or centered=False"
+            )
+        if self.perturb is None and self.samples > 1:
+            raise ValueError(f"without perturb all samples are the same; use samples=1, not {self.samples}")
+        if getattr(self.perturb, "antithetic", False) and self.samples % 2:
+            raise ValueError(f"antithetic draws come in pairs, so samples must be even; got {self.samples}")
+
+    def init(self, problem: Problem, *, seed: int = 0) -> BestResponseState:
+        """The response at the model's weights, the hypers at their starts."""
+        params = problem.params()
+        raw = problem.space.raw(dtype=problem.raw_dtype, device=problem.device)
+        hypers, weights = vectors.numel(raw), vectors.numel(params)
+        numbers = self.response.size(hypers, weights)
+        require_memory(
+            4 * numbers * torch.finfo(next(iter(params.values())).dtype).bits // 8,
+            problem.device,
+            f"{self.response!r} for {hypers:,} hypers and {weights:,} weights holds {numbers:,} numbers, four times "
+            "that with their gradients and Adam's moments",
+            "Use br.LowRank(rank) with a small rank, fewer hypers (br.per_layer instead of br.per_weight), or a method "
+            "without a hypernetwork, such as br.methods.luketina2016()",
+        )
+        generator = torch.Generator(device=problem.device).manual_seed(seed)
+        response = self.response.build(raw, params, generator)
+        return BestResponseState(
+            raw=raw,
+            buffers=problem.buffers(),
+            generator=generator,
+            response=response,
+            response_updater=Updater.of(dict(response.named_parameters()), self.optimizer, self.lr_schedule),
+            raw_updater=Updater.of(raw, self.hyper_optimizer, self.hyper_lr_schedule, self.hyper_lr),
+        )
+
+    def step(self, problem: Problem, state: BestResponseState, train: Stream, valid: Stream) -> Metrics:
+        """Training updates of the response, then a change of raw through it, as the schedule says."""
+        plan, metrics = self.schedule.plan(state.step), Metrics()
+        for _ in range(plan.train):
+            metrics.train_loss = self._train(problem, state, train)
+        if plan.tune:
+            metrics.valid_loss = self._tune(problem, state, valid)
+            metrics.moved = True
+        state.step += 1
+        return metrics
+
+    def params(self, problem: Problem, state: BestResponseState) -> Params:
+        """The response at the current hypers."""
+        with torch.no_grad():
+            return self.respond(state, state.raw)
+
+    def respond(self, state: BestResponseState, raw: Raw) -> Params:
+        """The weights the response gives for any hypers, differentiable in them."""
+        stacked = {name: leaf[None] for name, leaf in raw.items()}
+        return {name: part[0] for name, part in state.response(self._seen(state, stacked)).items()}
+
+    def hypergradient(self, problem: Problem, state: BestResponseState, batch: object) -> tuple[Tensor, Raw]:
+        """The validation loss on one batch, and its derivative in raw through the response."""
+        raw = vectors.leaves(state.raw)
+        params = self.respond(state, raw)
+        loss, by_params, by_raw = valid_gradient(problem, params, state.raw, batch, buffers=state.buffers)
+        through = torch.autograd.grad(list(params.values()), list(raw.values()), [by_params[name] for name in params])
+        return loss, {name: by_raw[name] + part for name, part in zip(raw, through, strict=True)}
+
+    def _train(self, problem: Problem, state: BestResponseState, train: Stream) -> Tensor:
+        batch = next(train)
+        if self.perturb is None:
+            raw = {name: leaf[None] for name, leaf in state.raw.items()}
+        else:
+            raw = self.perturb.sample(state.raw, self.samples, state.generator)  # (samples, ...) each
+        weights = state.response(self._seen(state, raw))
+        at = {name: part.detach() for name, part in weights.items()}
+        losses, by_params, _ = train_gradients(
+            problem, at, raw, batch, buffers=state.buffers, vectorize=self.vectorize and self.samples > 1
+        )
+        phi = dict(state.response.named_parameters())
+        outer = [by_params[name] / self.samples for name in weights]
+        state.response_updater.update(
+            phi, dict(zip(phi, torch.autograd.grad(list(weights.values()), list(phi.values()), outer), strict=True))
+        )
+        state.cost.train_batches += 1
+        state.cost.gradients += self.samples
+        return losses.mean()
+
+    def _tune(self, problem: Problem, state: BestResponseState, valid: Stream) -> Tensor:
+        loss, hypergradient = self.hypergradient(problem, state, next(valid))
+        state.raw_updater.update(state.raw, hypergradient)
+        state.cost.valid_batches += 1
+        state.cost.gradients += 1
+        return loss
+
+    def _seen(self, state: BestResponseState, raw: Raw) -> Raw:
+        """What the response is fed for these hypers."""
+        return {name: leaf - state.raw[name] for name, leaf in raw.items()} if self.centered else raw

@@ -1,0 +1,100 @@
+"""p(λ): where a hypernetwork is trained. All numbers are in raw units."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bestresponse.space import Raw
+
+
+class Perturbation(abc.ABC):
+    """A distribution of raw hypers, given the current ones."""
+
+    @abc.abstractmethod
+    def sample(self, raw: Raw, count: int, generator: torch.Generator) -> Raw:
+        """``count`` draws: every leaf gets a leading dimension ``samples``."""
+
+
+@final
+@dataclass(frozen=True)
+class Gaussian(Perturbation):
+    """A Gaussian: around the current hypers, p(λ|λ̂) = N(λ̂, scale²), or around a fixed ``mean``, p(λ) = N(mean, scale²).
+
+    Args:
+        scale: The standard deviation, in raw units: one number, or one by the dotted name of a leaf.
+        mean: ``None`` to follow the current hypers, or the fixed centre.
+        clip: Draws outside ``(low, high)`` are moved to the nearer end.
+        antithetic: Draw mirrored pairs, centre ± ε, which takes the odd orders out of the sampling noise.
+    """
+
+    scale: float | Mapping[str, float] = 0.1
+    mean: float | None = None
+    clip: tuple[float, float] | None = None
+    antithetic: bool = False
+
+    def __post_init__(self) -> None:
+        scales = self.scale.values() if isinstance(self.scale, Mapping) else [self.scale]
+        if any(not scale > 0 for scale in scales):
+            raise ValueError(f"scale must be above 0; got {self.scale}. For no perturbation at all use perturb=None")
+        if self.clip is not None and not self.clip[0] < self.clip[1]:
+            raise ValueError(f"clip needs (low, high) with low < high; got {self.clip}")
+
+    def sample(self, raw: Raw, count: int, generator: torch.Generator) -> Raw:
+        """``count`` draws around the centre."""
+        drawn = {}
+        for name, leaf in raw.items():
+            centre = leaf if self.mean is None else torch.full_like(leaf, self.mean)
+            scale = self.scale[name] if isinstance(self.scale, Mapping) else self.scale
+            sample = centre + scale * _mirrored(torch.randn, leaf, count, generator, self.antithetic)
+            drawn[name] = sample if self.clip is None else sample.clamp(*self.clip)
+        return drawn
+
+
+@final
+@dataclass(frozen=True)
+class Box(Perturbation):
+    """The uniform distribution on ``(low, high)`` for every hyper, wherever the current hypers are.
+
+    Args:
+        low: The lower end, in raw units.
+        high: The upper end.
+        antithetic: Draw pairs mirrored in the middle of the box.
+    """
+
+    low: float
+    high: float
+    antithetic: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"Box needs low < high; got low={self.low}, high={self.high}")
+
+    def sample(self, raw: Raw, count: int, generator: torch.Generator) -> Raw:
+        """``count`` draws from the box."""
+        middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
+        return {
+            name: middle + half * _mirrored(_symmetric, leaf, count, generator, self.antithetic)
+            for name, leaf in raw.items()
+        }
+
+
+def _mirrored(
+    draw: Callable[..., Tensor], leaf: Tensor, count: int, generator: torch.Generator, antithetic: bool
+) -> Tensor:
+    """Noise that is symmetric about zero, ``(count, *leaf.shape)``; the second half mirrors the first if antithetic."""
+    if antithetic and count % 2:
+        raise ValueError(f"antithetic draws come in pairs, so their number must be even; got {count}")
+    noise = draw(
+        count // 2 if antithetic else count, *leaf.shape, generator=generator, dtype=leaf.dtype, device=leaf.device
+    )
+    return torch.cat([noise, -noise]) if antithetic else noise
+
+
+def _symmetric(*shape: int, **kwargs: Any) -> Tensor:
+    return torch.rand(*shape, **kwargs) * 2 - 1

@@ -1,0 +1,231 @@
+"""Batches without end, with a place that can be saved and found again."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bestresponse.problem import Batch
+
+
+@final
+class Batches:
+    """Minibatches of tensors that already sit where they are used: a loader without workers or copies.
+
+    Each pass is in a new random order, drawn from torch's generator.
+
+    Args:
+        tensors: Tensors of equal first dimension; a batch is a tuple of their rows.
+        size: Examples in a batch.
+        shuffle: New order every pass.
+        drop_last: Leave out a last batch that is smaller.
+        index: Add the rows' numbers as the last item of each batch, for hypers with one value per example.
+
+    Example:
+        >>> batches = Batches(torch.arange(10.0), size=4, shuffle=False)
+        >>> [batch[0].tolist() for batch in batches]
+        [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
+    """
+
+    def __init__(
+        self, *tensors: Tensor, size: int, shuffle: bool = True, drop_last: bool = False, index: bool = False
+    ) -> None:
+        if not tensors:
+            raise ValueError("Batches needs at least one tensor: br.Batches(x, y, size=128)")
+        if len({len(tensor) for tensor in tensors}) > 1:
+            raise ValueError(f"tensors must have equal first dimensions; got {[len(tensor) for tensor in tensors]}")
+        if size < 1:
+            raise ValueError(f"size must be at least 1; got {size}")
+        self.tensors = tensors
+        self.size = size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.index = index
+
+    def __len__(self) -> int:
+        count = len(self.tensors[0])
+        return count // self.size if self.drop_last else -(-count // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        count = len(self.tensors[0])
+        # The order is drawn here, when a pass begins: drawing the batches takes no random numbers.
+        order = torch.randperm(count) if self.shuffle else torch.arange(count)
+        return self._rows(order.to(self.tensors[0].device))
+
+    def _rows(self, order: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        for start in range(0, len(self) * self.size, self.size):
+            rows = order[start : start + self.size]
+            if self.shuffle:
+                batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+            else:
+                batch = tuple(tensor[start : start + self.size] for tensor in self.tensors)
+            yield (*batch, rows) if self.index else batch
+
+
+@final
+class Stream:
+    """Endless batches from a loader, on one device, in an order fixed by one seed.
+
+    Torch's, Python's and NumPy's global random numbers are swapped for the stream's own while a batch is drawn, so
+    shuffling and random transforms depend on the seed and the place alone, and a resumed run draws the same batches.
+    A generator that was handed to the ``DataLoader`` or its sampler is seeded anew for each pass.
+
+    Args:
+        data: A ``DataLoader``, :class:`Batches`, or any re-iterable of batches.
+        name: What errors call it; also makes two streams with one seed differ.
+        seed: The seed of the order.
+        device: Where batches are moved; ``None`` leaves them.
+    """
+
+    def __init__(
+        self, data: Iterable[Batch], *, name: str = "data", seed: int = 0, device: torch.device | None = None
+    ) -> None:
+        if isinstance(data, Stream):
+            raise TypeError(f"{name} is a br.Stream already; give the loader itself")
+        if not hasattr(data, "__iter__"):
+            raise TypeError(
+                f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}"
+            )
+        if iter(data) is data:
+            raise TypeError(
+                f"{name} must start anew each time it is iterated, and a {_kind(data)} can be read only once. "
+                "Give a DataLoader, br.Batches or a list of batches"
+            )
+        self.data = data
+        self.name = name
+        self.seed = seed
+        self.device = device
+        self.pass_number = 0
+        self.handed_out = 0  # batches of this pass already given
+        self._iterator: Iterator[Batch] | None = None
+        self._waiting: list[Batch] = []  # drawn by peek, not yet given
+        self._random = _RandomState()
+        # Drawing the next item of these takes no random numbers, so nothing needs to be swapped.
+        self._quiet = isinstance(data, Batches | list | tuple)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._waiting.pop() if self._waiting else self._draw()
+        self.handed_out += 1
+        return batch
+
+    def peek(self) -> Batch:
+        """The batch that comes next, without taking it."""
+        if not self._waiting:
+            self._waiting.append(self._draw())
+        return self._waiting[0]
+
+    def epoch(self) -> Iterator[Batch]:
+        """One whole pass from the start, which leaves the stream's own place alone."""
+        other = Stream(self.data, name=self.name, seed=self.seed, device=self.device)
+        iterator = other._start(0)
+        while (batch := other._from(iterator)) is not None:
+            yield batch[0]
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the stream."""
+        return {"pass_number": self.pass_number, "handed_out": self.handed_out}
+
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        """Go to a saved place. Batches of the present pass that were already used are drawn again and skipped."""
+        self.pass_number, self.handed_out = saved["pass_number"], 0
+        self._waiting.clear()
+        self._iterator = self._start(self.pass_number)
+        for _ in range(saved["handed_out"]):
+            self._draw()
+            self.handed_out += 1
+
+    def _draw(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start(self.pass_number)
+        batch = self._from(self._iterator)
+        if batch is None:
+            self.pass_number, self.handed_out = self.pass_number + 1, 0
+            self._iterator = self._start(self.pass_number)
+            batch = self._from(self._iterator)
+        if batch is None:
+            raise ValueError(f"{self.name} is empty: it gave no batch. Is drop_last set with too few examples?")
+        return batch[0]
+
+    def _start(self, pass_number: int) -> Iterator[Batch]:
+        seed = zlib.crc32(f"{self.seed} {self.name} {pass_number}".encode())
+        self._random.seed(seed)
+        for owner in (self.data, getattr(self.data, "sampler", None)):
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch(pass_number)
+        with self._random.swapped_in():
+            return iter(self.data)
+
+    def _from(self, iterator: Iterator[Batch]) -> tuple[Batch] | None:
+        """The next batch in a tuple of one, as a batch may itself be ``None``; ``None`` at the end of the pass."""
+        try:
+            if self._quiet:
+                batch = next(iterator)
+            else:
+                with self._random.swapped_in():
+                    batch = next(iterator)
+        except StopIteration:
+            return None
+        return (batch if self.device is None else to_device(batch, self.device),)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor in it on ``device``: tuples, lists, dicts and named tuples keep their type."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(part, device) for part in batch)
+    if callable(move := getattr(batch, "to", None)):
+        return move(device)
+    return batch
+
+
+class _RandomState:
+    """One state of torch's CPU generator, Python's and NumPy's, that can stand in for the global ones."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.python = random.getstate()
+        self.numpy: Any = None
+
+    def seed(self, seed: int) -> None:
+        self.torch = torch.Generator().manual_seed(seed).get_state()
+        self.python = random.Random(seed).getstate()
+        self.numpy = numpy.random.RandomState(seed).get_state() if (numpy := sys.modules.get("numpy")) else None
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        numpy = sys.modules.get("numpy") if self.numpy is not None else None
+        outside = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+        try:
+            self._set(self.torch, self.python, self.numpy)
+            yield
+            self.torch, self.python = torch.get_rng_state(), random.getstate()
+            self.numpy = numpy.random.get_state() if numpy else None
+        finally:
+            self._set(*outside)
+
+    def _set(self, of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def _kind(data: object) -> str:
+    return type(data).__name__
