@@ -1,4 +1,4 @@
-"""Options and defaults of the whole suite: ``--device``, ``--dtype``, ``--slow``; float64 and fixed seeds by default."""
+"""Options and defaults of the whole suite: ``--device``, ``--dtype``, ``--slow``; float64 and a fixed seed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tensors live: cpu, cuda, ...")
     parser.addoption("--dtype", default="float64", choices=["float32", "float64"])
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # the problems are tiny; threads would only wait for one another
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

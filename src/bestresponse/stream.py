@@ -93,7 +93,7 @@ class Stream:
             raise TypeError(
                 f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}"
             )
-        if iter(data) is data:
+        if isinstance(data, Iterator):
             raise TypeError(
                 f"{name} must start anew each time it is iterated, and a {_kind(data)} can be read only once. "
                 "Give a DataLoader, br.Batches or a list of batches"

@@ -22,8 +22,7 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 
 def norm(a: Mapping[str, Tensor]) -> Tensor:
     """The Euclidean length ‖a‖ over all parts."""
-    length: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in a.values()]))
-    return length
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in a.values()]))
 
 
 def scale(alpha: float | Tensor, a: Mapping[str, Tensor]) -> Vector:

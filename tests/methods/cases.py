@@ -1,0 +1,108 @@
+"""The shared list: every method, its steps, and where it ends on the known problems. A new method adds an entry."""
+
+from functools import partial
+
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import bestresponse as br
+from bestresponse.testing import Case, Ends
+
+adam = partial(Adam, lr=1e-2)
+fast = partial(Adam, lr=5e-2)
+to_zero = partial(CosineAnnealingLR, T_max=1500)
+pairs = br.Gaussian(0.3, antithetic=True)
+
+CASES = [
+    Case(
+        "random search",
+        br.methods.cross_validation(br.Random(80, scale=0.7), 15, optimizer=partial(SGD, lr=0.25)),
+        steps=1200,
+        ridge=Ends(excess=0.15, distance=1e-6),
+        quadratic=Ends(excess=0.1, distance=0.02),
+        short=br.methods.cross_validation(br.Random(3), 5),
+    ),
+    Case(
+        "lorraine2018_global",
+        br.methods.lorraine2018_global(
+            2000,
+            perturb=br.Gaussian(1.0, mean=0.0),
+            samples=16,
+            vectorize=True,
+            optimizer=partial(Adam, lr=3e-3),
+            hyper_optimizer=partial(Adam, lr=2e-2),
+        ),
+        steps=2500,
+        ridge=Ends(excess=0.05, distance=0.05),
+        quadratic=Ends(excess=1e-3, distance=0.03),
+        batch_norm=False,
+        short=br.methods.lorraine2018_global(8, response=br.MLP(5), samples=3, vectorize=True),
+    ),
+    Case(
+        "lorraine2018_global linear in a box",
+        br.methods.lorraine2018_global(
+            1000, response=br.Linear(), perturb=br.Box(-2.0, 2.0), samples=2, optimizer=adam, hyper_optimizer=fast
+        ),
+        steps=1300,
+        ridge=Ends(excess=0.1, distance=0.1),
+        quadratic=Ends(excess=1e-6, distance=1e-3),
+        short=br.methods.lorraine2018_global(8, response=br.Linear(), perturb=br.Box(-2.0, 2.0)),
+    ),
+    Case(
+        "lorraine2018_joint",
+        br.methods.lorraine2018_joint(perturb=br.Gaussian(0.3), optimizer=adam, hyper_optimizer=adam),
+        steps=1000,
+        ridge=Ends(excess=0.03, distance=0.03),
+        quadratic=Ends(excess=5e-3, distance=0.03),
+    ),
+    Case(
+        "lorraine2018_joint centered pairs",
+        br.methods.lorraine2018_joint(
+            perturb=pairs,
+            samples=2,
+            centered=True,
+            optimizer=partial(Adam, lr=3e-2),
+            hyper_optimizer=adam,
+            lr_schedule=to_zero,
+            hyper_lr_schedule=to_zero,
+        ),
+        steps=1500,
+        ridge=Ends(excess=0.02, distance=0.03),
+        quadratic=Ends(excess=1e-3, distance=0.01),
+    ),
+    Case(
+        "lorraine2018_joint low rank",
+        br.methods.lorraine2018_joint(
+            response=br.LowRank(5, init=0.3), perturb=pairs, samples=2, optimizer=adam, hyper_optimizer=adam
+        ),
+        steps=1000,
+        ridge=Ends(excess=5e-3, distance=0.02),
+        quadratic=Ends(excess=1e-4, distance=3e-3),
+    ),
+    Case(
+        "lorraine2018_simplified",
+        br.methods.lorraine2018_simplified(optimizer=partial(SGD, lr=0.1), hyper_optimizer=adam),
+        steps=1500,
+        ridge=Ends(excess=0.01, distance=3e-3),
+        quadratic=Ends(excess=0.02, distance=1e-3),
+    ),
+    Case(
+        "luketina2016",
+        br.methods.luketina2016(optimizer=partial(Adam, lr=3e-2), hyper_optimizer=adam),
+        steps=1500,
+        ridge=Ends(excess=1e-6, distance=1e-6),
+        quadratic=None,  # the identity for a Hessian: see test_implicit.py
+    ),
+    Case(
+        "luketina2016 central",
+        br.methods.luketina2016(
+            products="central",
+            schedule=br.Alternate(train=2, warmup=4),
+            optimizer=partial(Adam, lr=3e-2),
+            hyper_optimizer=adam,
+        ),
+        steps=1000,
+        ridge=Ends(excess=1e-3, distance=1e-3),
+        quadratic=None,
+    ),
+]
