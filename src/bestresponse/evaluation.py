@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from bestresponse import vectors
-from bestresponse.problem import Loss, Params, Problem, evaluate, examples
+from bestresponse.problem import Batch, Loss, Params, Problem, evaluate, examples
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
+
+
+def mean_losses(
+    problems: Mapping[str, Problem], params: Params, buffers: Params, raw: Raw, batches: Iterable[Batch]
+) -> tuple[dict[str, Tensor], int]:
+    """The mean over all examples of several problems' validation losses, in one pass; and how many batches it took.
+
+    Batches count by their examples, or equally where a batch holds no tensor that would tell.
+    """
+    device = next(iter(params.values())).device
+    totals = dict.fromkeys(problems, torch.zeros((), device=device))
+    weight = taken = 0
+    with torch.no_grad():
+        for batch in batches:
+            taken += 1
+            weight += (size := examples(batch) or 1)
+            for name, problem in problems.items():
+                values = problem.space.values(raw)
+                loss = evaluate(problem, "valid", params, values, batch, vectors.clone(buffers))
+                totals[name] = totals[name] + loss.double() * size
+    if not taken:
+        raise ValueError("there is nothing to evaluate: the loader gave no batch")
+    return {name: total / weight for name, total in totals.items()}, taken
 
 
 def evaluate_fully(
@@ -21,21 +45,11 @@ def evaluate_fully(
     streams: Mapping[str, Stream],
     metrics: Mapping[str, Loss],
 ) -> dict[str, float]:
-    """The mean of the validation loss, and of each metric, over every example of each stream: ``"test/loss"``."""
-    values = problem.space.values(raw)
+    """The validation loss and each metric, on all of each stream: ``"test/loss"``."""
     measures = {"loss": problem}
     measures |= {name: dataclasses.replace(problem, valid_loss=metric) for name, metric in metrics.items()}
     results: dict[str, float] = {}
-    with torch.no_grad():
-        for stream_name, stream in streams.items():
-            totals, count = dict.fromkeys(measures, torch.zeros((), device=problem.device)), 0
-            for batch in stream.epoch():
-                size = examples(batch)
-                count += size
-                for name, measured in measures.items():
-                    loss = evaluate(measured, "valid", params, values, batch, vectors.clone(buffers))
-                    totals[name] = totals[name] + loss.double() * size
-            if count == 0:
-                raise ValueError(f"{stream_name} is empty: it gave no batch")
-            results |= {f"{stream_name}/{name}": float(total) / count for name, total in totals.items()}
+    for stream_name, stream in streams.items():
+        means, _ = mean_losses(measures, params, buffers, raw, stream.epoch())
+        results |= {f"{stream_name}/{name}": float(mean) for name, mean in means.items()}
     return results

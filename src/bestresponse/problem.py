@@ -114,15 +114,12 @@ def evaluate(
     return _mean(loss, which)
 
 
-def examples(batch: Batch) -> int:
-    """How many examples a batch holds: the first dimension of the first tensor found in it."""
+def examples(batch: Batch) -> int | None:
+    """How many examples a batch holds: the first dimension of the first tensor found in it; ``None`` without one."""
     for part in _parts(batch):
         if isinstance(part, Tensor) and part.ndim > 0:
             return int(part.shape[0])
-    raise ValueError(
-        f"a batch must hold a tensor whose first dimension counts the examples; got {type(batch).__name__}. "
-        "Return tensors, or tuples, lists or dicts of tensors, from the loader"
-    )
+    return None
 
 
 @final
@@ -155,6 +152,11 @@ def _spread(space: Space, values: Values, batch: Batch) -> Values:
     if not sampled:
         return values
     count = examples(batch)
+    if count is None:
+        raise ValueError(
+            f"hyper {sampled[0]!r} is sampled, one value per example, so a batch must hold a tensor whose first dimension "
+            f"counts the examples; got {type(batch).__name__}. Give tensors, or tuples, lists or dicts of them"
+        )
     spread = dict(values)
     for leaf, (name, part, shape) in space.leaves.items():
         if name not in sampled:

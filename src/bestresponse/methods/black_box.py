@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from bestresponse import vectors
+from bestresponse.evaluation import mean_losses
 from bestresponse.gradients import train_gradient
 from bestresponse.method import Method, Metrics
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
-from bestresponse.problem import Params, Problem, evaluate, examples
+from bestresponse.problem import Params, Problem
 from bestresponse.space import Hyper, Raw, Space
 from bestresponse.state import State
 from bestresponse.stream import Stream
@@ -214,14 +215,11 @@ class BlackBox(Method):
         state.trial_step = 0
 
     def _score(self, problem: Problem, state: BlackBoxState, valid: Stream) -> Tensor:
-        values = problem.space.values(state.trial_raw)
-        total, count = torch.zeros((), dtype=torch.float64, device=problem.device), 0
-        with torch.no_grad():
-            for batch in valid.epoch():
-                loss = evaluate(problem, "valid", state.params, values, batch, vectors.clone(state.trial_buffers))
-                total, count = total + loss * examples(batch), count + examples(batch)
-                state.cost.valid_batches += 1
-        return total / count
+        losses, batches = mean_losses(
+            {"loss": problem}, state.params, state.trial_buffers, state.trial_raw, valid.epoch()
+        )
+        state.cost.valid_batches += batches
+        return losses["loss"]
 
     def _record(self, state: BlackBoxState, score: float) -> bool:
         """Note a finished trial; if it is the best so far, make it what the state stands for. Did raw change?"""
