@@ -28,7 +28,8 @@ LAYERS = """
     testing.contract
     testing
     bestresponse
-    papers  papers.*
+    papers  papers.data
+    papers.*
 """
 
 #: Here ``assert`` is how a failed check is said.

@@ -85,7 +85,7 @@ class RunDirectory:
 
     def append_history(self, rows: Iterable[Mapping[str, Number]], after: int) -> int:
         """Add rows behind the first ``after`` bytes, cutting what a failed write may have left; the new length."""
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        text = _lines(rows)
         with self.history.open("r+b" if self.history.exists() else "w+b") as file:
             file.truncate(after)
             file.seek(after)
@@ -97,8 +97,8 @@ class RunDirectory:
     def read_history(self, step: int) -> History:
         """The history up to ``step``, which the file is cut back to."""
         history = History.read(self.history, up_to_step=step) if self.history.exists() else History()
-        text = "".join(json.dumps(row) + "\n" for row in history.rows())
-        write_atomically(self.history, lambda file: file.write(text.encode()))
+        text = _lines(history.rows())
+        write_atomically(self.history, lambda file: file.write(text))
         return history
 
     def write_checkpoint(self, saved: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Keeper:
         self._device = device
         self._last_time = time.monotonic()
         self._rows: list[Mapping[str, Number]] = []
-        self._written = directory.history.stat().st_size if directory and directory.history.exists() else 0
+        self._written = 0  # bytes of the history that are known to be whole
         self._memory = b""
 
     def due(self, step: int) -> bool:
@@ -159,6 +159,14 @@ class Keeper:
             self.directory.write_checkpoint(state)
             self.saved_step = step
 
+    def resume(self, step: int) -> History:
+        """The history up to ``step`` in the directory; what was written beyond it is cut off."""
+        if self.directory is None:
+            return History()
+        history = self.directory.read_history(step)
+        self._written, self.saved_step = self.directory.history.stat().st_size, step
+        return history
+
     def load(self) -> dict[str, Any] | None:
         """The last good state; ``None`` if there is none."""
         if self.directory is None:
@@ -179,3 +187,7 @@ class Keeper:
             warnings.warn(
                 f"could not write {what} to {path}: {error}. The run goes on; {safe}", RuntimeWarning, stacklevel=4
             )
+
+
+def _lines(rows: Iterable[Mapping[str, Number]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

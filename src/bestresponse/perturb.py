@@ -28,13 +28,13 @@ class Gaussian(Perturbation):
 
     Args:
         scale: The standard deviation, in raw units: one number, or one by the dotted name of a leaf.
-        mean: ``None`` to follow the current hypers, or the fixed centre.
+        mean: ``None`` to follow the current hypers, or the fixed centre: one number, or one by the name of a leaf.
         clip: Draws outside ``(low, high)`` are moved to the nearer end.
         antithetic: Draw mirrored pairs, centre ± ε, which takes the odd orders out of the sampling noise.
     """
 
     scale: float | Mapping[str, float] = 0.1
-    mean: float | None = None
+    mean: float | Mapping[str, float] | None = None
     clip: tuple[float, float] | None = None
     antithetic: bool = False
 
@@ -49,8 +49,8 @@ class Gaussian(Perturbation):
         """``count`` draws around the centre."""
         drawn = {}
         for name, leaf in raw.items():
-            centre = leaf if self.mean is None else torch.full_like(leaf, self.mean)
-            scale = self.scale[name] if isinstance(self.scale, Mapping) else self.scale
+            centre = leaf if self.mean is None else torch.full_like(leaf, _of(self.mean, name))
+            scale = _of(self.scale, name)
             sample = centre + scale * _mirrored(torch.randn, leaf, count, generator, self.antithetic)
             drawn[name] = sample if self.clip is None else sample.clamp(*self.clip)
         return drawn
@@ -82,6 +82,14 @@ class Box(Perturbation):
             name: middle + half * _mirrored(_symmetric, leaf, count, generator, self.antithetic)
             for name, leaf in raw.items()
         }
+
+
+def _of(number: float | Mapping[str, float], leaf: str) -> float:
+    if not isinstance(number, Mapping):
+        return number
+    if leaf not in number:
+        raise KeyError(f"numbers are given for {list(number)}, and the space has a leaf {leaf!r}")
+    return number[leaf]
 
 
 def _mirrored(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
@@ -18,6 +19,14 @@ from bestresponse.stream import Stream
 def check(problem: Problem, method: Method, train: Stream, valid: Stream) -> None:
     """Try both losses on one batch each; raise what a user can act on. Random numbers and buffers are left alone."""
     _check_devices(problem)
+    for stream in (train, valid):
+        if getattr(stream.data, "persistent_workers", False):
+            warnings.warn(
+                f"{stream.name} keeps its workers from pass to pass (persistent_workers=True), and with them random "
+                "numbers that no seed reaches: the run cannot be repeated or resumed exactly. Set it to False for that",
+                UserWarning,
+                stacklevel=3,
+            )
     with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
         seen = _check_loss(problem, method, "train", train)
         _check_loss(problem, method, "valid", valid)

@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def raw_dtype(self) -> torch.dtype:
-        """The precision raw is kept in: the weights', and at least float32."""
+        """The precision of raw, which is that of the weights, and at least float32."""
         dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         return torch.promote_types(dtype, torch.float32)
 
@@ -154,8 +154,8 @@ def _spread(space: Space, values: Values, batch: Batch) -> Values:
     count = examples(batch)
     if count is None:
         raise ValueError(
-            f"hyper {sampled[0]!r} is sampled, one value per example, so a batch must hold a tensor whose first dimension "
-            f"counts the examples; got {type(batch).__name__}. Give tensors, or tuples, lists or dicts of them"
+            f"hyper {sampled[0]!r} is sampled, one value per example, so a batch must hold a tensor whose first "
+            f"dimension counts the examples; got {type(batch).__name__}. Give tensors, or tuples, lists or dicts"
         )
     spread = dict(values)
     for leaf, (name, part, shape) in space.leaves.items():

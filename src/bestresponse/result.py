@@ -18,6 +18,7 @@ from bestresponse.checkpoint import FORMAT, write_atomically
 from bestresponse.history import History
 from bestresponse.problem import Params, Problem
 from bestresponse.space import Raw, Values
+from bestresponse.state import State
 
 #: Hypers with at most so many numbers are written out in hyperparameters.json.
 READABLE: Final = 100
@@ -57,6 +58,7 @@ class Result:
         metrics: Full evaluation of this result on each loader given to ``tune(evaluate=...)``.
         step: The step whose weights and hypers these are.
         raw: The hypers in raw units, by the dotted name of each leaf.
+        state: The method's state after the last step: a black box's trials, a hypernetwork, optimizers.
     """
 
     status: Status
@@ -67,10 +69,17 @@ class Result:
     metrics: dict[str, float]
     step: int
     raw: Raw
+    state: State
 
     @staticmethod
     def of(
-        problem: Problem, snapshot: Snapshot, status: Status, message: str, history: History, metrics: dict[str, float]
+        problem: Problem,
+        snapshot: Snapshot,
+        state: State,
+        status: Status,
+        message: str,
+        history: History,
+        metrics: dict[str, float],
     ) -> Result:
         """The result a snapshot stands for."""
         model = copy.deepcopy(problem.model)
@@ -82,7 +91,7 @@ class Result:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, buffer.detach().clone())
         values = _map(lambda tensor: tensor.detach().clone(), problem.space.values(snapshot.raw))
-        return Result(status, message, values, model, history, metrics, snapshot.step, snapshot.raw)
+        return Result(status, message, values, model, history, metrics, snapshot.step, snapshot.raw, state)
 
     def __repr__(self) -> str:
         shown = {

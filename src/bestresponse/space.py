@@ -3,15 +3,15 @@
 Every hyper has two forms. *Raw* is what optimizers and hypernetworks see: an unconstrained number. *Values* are
 what losses see: natural units, inside the bounds. Between them stands one monotone map per hyper:
 
-===================  ==========================================================  =======================
-kind                 value                                                       raw is measured in
-===================  ==========================================================  =======================
-free                 raw                                                         the value itself
-positive (one bound) low + softplus(raw), or high − softplus(−raw)               the value, far from the bound
-bounded              low + (high − low) · sigmoid(raw)                           logits
-log                  exp(raw)                                                    nats
-log and bounded      exp of raw, bent smoothly into [log low, log high]          nats, away from the bounds
-===================  ==========================================================  =======================
+====================  =========================================================  ========================
+kind                  value                                                      raw is measured in
+====================  =========================================================  ========================
+free                  raw                                                        the value itself
+positive (one bound)  low + softplus(raw), or high − softplus(−raw)              the value, far from it
+bounded               low + (high − low) · sigmoid(raw)                          logits
+log                   exp(raw)                                                   nats
+log and bounded       exp of raw, bent smoothly into [log low, log high]         nats, away from bounds
+====================  =========================================================  ========================
 """
 
 from __future__ import annotations

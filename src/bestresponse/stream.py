@@ -7,12 +7,14 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from bestresponse.problem import Batch
+
+_EMPTY: Final = "{name} is empty: it gave no batch. Is drop_last set with too few examples?"
 
 
 @final
@@ -128,8 +130,12 @@ class Stream:
         """One whole pass from the start, which leaves the stream's own place alone."""
         other = Stream(self.data, name=self.name, seed=self.seed, device=self.device)
         iterator = other._start(0)
+        empty = True
         while (batch := other._from(iterator)) is not None:
+            empty = False
             yield batch[0]
+        if empty:
+            raise ValueError(_EMPTY.format(name=self.name))
 
     def state_dict(self) -> dict[str, int]:
         """The place in the stream."""
@@ -153,7 +159,7 @@ class Stream:
             self._iterator = self._start(self.pass_number)
             batch = self._from(self._iterator)
         if batch is None:
-            raise ValueError(f"{self.name} is empty: it gave no batch. Is drop_last set with too few examples?")
+            raise ValueError(_EMPTY.format(name=self.name))
         return batch[0]
 
     def _start(self, pass_number: int) -> Iterator[Batch]:

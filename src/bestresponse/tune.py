@@ -112,7 +112,7 @@ def _open(run: _Run, directory: RunDirectory | None, seed: int, resume: bool, ev
         directory.require_same(description)
         if (saved := keeper.load()) is not None:
             run.load_state_dict(saved)
-            run.history = directory.read_history(run.state.step)
+            run.history = keeper.resume(run.state.step)
             return keeper
     if directory is not None:
         directory.write_run({**description, **_circumstances(run.problem.device)})
@@ -212,7 +212,7 @@ class _Run:
             finished = metrics.finished
             last = self.state.step >= steps or finished or self.stopped is not None or bool(interrupted)
             save = last or self.keeper.due(self.state.step)
-            if (save or progress.due()) and not self._settle(progress):
+            if (save or progress.due()) and not self._settle(progress, check_weights=save):
                 return
             if save:
                 with self.clock.paused():
@@ -229,7 +229,9 @@ class _Run:
         self.metrics = {}
         self._call("end")
         chosen = self.chosen or self.snapshot()
-        result = Result.of(self.problem, chosen, self.status, self.message, self.history, self._evaluate(chosen))
+        result = Result.of(
+            self.problem, chosen, self.state, self.status, self.message, self.history, self._evaluate(chosen)
+        )
         if self.status is Status.NON_FINITE:
             warnings.warn(self.message, RuntimeWarning, stacklevel=3)
         if self.keeper.directory is not None:
@@ -301,10 +303,12 @@ class _Run:
         row.update(self.metrics)
         self.history.append(row)
 
-    def _settle(self, progress: Progress) -> bool:
+    def _settle(self, progress: Progress, *, check_weights: bool) -> bool:
         """Read the waiting numbers, check and show them; at one that is not finite, go back to the last good state."""
         rows = self.history.take()
         wrong = self.watch.find(rows)
+        if wrong is None and check_weights:
+            wrong = self.watch.find_in_weights(self.state.step, self.method.params(self.problem, self.state))
         if wrong is None:
             self.keeper.add(rows)
             progress.show(rows)

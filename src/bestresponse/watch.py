@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bestresponse.history import Number
+from bestresponse.problem import Params
 from bestresponse.space import Raw
 
 
@@ -29,6 +30,14 @@ class Watch:
         """Raw after a change: one sum a leaf tells whether any of its numbers is not finite."""
         if not self._idle:
             self._sums.append((step, list(raw), torch.stack([leaf.sum() for leaf in raw.values()])))
+
+    def find_in_weights(self, step: int, params: Params) -> str | None:
+        """A sentence about the first weight that is not finite; ``None`` if all are. Waits for the device."""
+        if self._idle:
+            return None
+        finite = torch.stack([torch.isfinite(part).all() for part in params.values()]).tolist()
+        wrong = [name for name, fine in zip(params, finite, strict=True) if not fine]
+        return f"Weights in {wrong[0]!r} became NaN or infinite by step {step}." if wrong else None
 
     def find(self, rows: Sequence[Mapping[str, Number]]) -> str | None:
         """A sentence about the first number since the last call that is not finite; ``None`` if all are."""

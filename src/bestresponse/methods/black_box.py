@@ -25,10 +25,13 @@ from bestresponse.stream import Stream
 
 
 class Trial(NamedTuple):
-    """One finished trial: the hypers it was trained with, and its loss on the whole validation data."""
+    """One finished trial: the hypers it was trained with, and what it is judged by.
+
+    That is its loss on the whole validation data, plus the priors on its hypers.
+    """
 
     raw: Raw
-    valid_loss: float
+    score: float
 
 
 class Sampler(abc.ABC):
@@ -195,7 +198,9 @@ class BlackBox(Method):
         metrics = Metrics(train_loss=gradient.loss)
         if state.trial_step == self.budget:
             metrics.valid_loss = self._score(problem, state, valid)
-            metrics.moved = self._record(state, float(metrics.valid_loss))
+            penalty = problem.space.penalty(state.trial_raw)
+            score = metrics.valid_loss if penalty is None else metrics.valid_loss + penalty
+            metrics.moved = self._record(state, float(score))
             metrics.finished = len(state.scores) == self.sampler.count()
         return metrics
 

@@ -13,9 +13,10 @@ https://arxiv.org/abs/1802.09419. Where the paper's text and the authors' releas
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +24,33 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
+from bestresponse import vectors
 from bestresponse.extras import require
 from bestresponse.methods import BestResponse, BlackBox, Grid
 from bestresponse.methods.catalog import lorraine2018_global, lorraine2018_simplified
 from bestresponse.papers.data import Images, one_hot
 from bestresponse.perturb import Gaussian
-from bestresponse.problem import Problem
+from bestresponse.problem import Params, Problem
 from bestresponse.responses import MLP, Linear
 from bestresponse.space import Hyper, Space, Values
+from bestresponse.tune import Event
 
 #: The paper's losses are 50 · MSE plus this: log σ + ½ log 2π at σ = 0.1.
 OFFSET: Final = math.log(0.1) + 0.5 * math.log(2 * math.pi)
 
 
-def released_weights(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 7) -> list[Tensor]:
-    """The released code's first weights: 0.01 · randn in the given shapes, one after another."""
+def released_draws(inputs: int, *, count: int, seed: int = 7) -> list[Params]:
+    """The released code's first random numbers, ``count`` times as many as the linear model has weights.
+
+    The first draw starts the models of cross-validation. A linear hypernetwork takes the first for its slope, and the
+    second for its bias.
+    """
     random = require("numpy", "plots").random.RandomState(seed)
-    return [torch.as_tensor(0.01 * random.randn(*shape), dtype=dtype) for shape in shapes]
+    draws = []
+    for _ in range(count):
+        weight, bias = (torch.from_numpy(0.01 * random.randn(*shape)) for shape in ((inputs, 10), (10,)))
+        draws.append({"weight": weight.T, "bias": bias})
+    return draws
 
 
 @final
@@ -95,20 +106,17 @@ class TenImages:
     valid: list[Squares]
 
 
-def ten_images(images: Images, *, start: float, dtype: torch.dtype = torch.float64) -> TenImages:
-    """The problem of figures 1 and 2, as released.
+def ten_images(images: Images, *, start: float, weights: Params | None = None) -> TenImages:
+    """The problem of figures 1 and 2, as released, in float64.
 
     Args:
         images: MNIST, or anything like it with at least 10,010 training images.
         start: The first λ.
-        dtype: The released code computes in float64.
+        weights: Of the linear model; by default the first ones of :func:`released_draws`.
     """
-    x, y = images.train_x.to(dtype), one_hot(images.train_y, dtype=dtype)
-    model = nn.Linear(x.shape[1], 10, dtype=dtype)
-    weight, bias = released_weights((x.shape[1], 10), (10,), dtype=dtype)
-    with torch.no_grad():
-        model.weight.copy_(weight.T)
-        model.bias.copy_(bias)
+    x, y = images.train_x.double(), one_hot(images.train_y, dtype=torch.float64)
+    model = nn.Linear(x.shape[1], 10, dtype=torch.float64)
+    model.load_state_dict(released_draws(x.shape[1], count=1)[0] if weights is None else weights)
 
     def predict(model: nn.Linear, batch: Rows | Squares, hyper: Values) -> Tensor:
         return 50 * batch.error(model) + OFFSET
@@ -147,6 +155,18 @@ def released_local() -> BestResponse:
         hyper_optimizer=partial(Adam, lr=1e-2),
         hyper_lr_schedule=_stuck_bias_correction,
     )
+
+
+def released_slope(slope: Params) -> Callable[[Event], None]:
+    """A callback that starts a linear response at a given slope."""
+
+    def callback(event: Event) -> None:
+        if event.kind == "start" and event.step == 0:
+            state: Any = event.state
+            with torch.no_grad():
+                state.response.network[0].weight.copy_(vectors.flatten(slope)[:, None])
+
+    return callback
 
 
 def _stuck_bias_correction(optimizer: Optimizer) -> LambdaLR:
