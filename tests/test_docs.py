@@ -62,7 +62,9 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_no_block_is_overlooked(page: Path) -> None:
     """A Python block in a spelling that the expression above does not know would never run."""
     text = page.read_text(encoding="utf-8")
-    assert len(blocks(text)) == len(re.findall(r"^\s*(?:`{3,}|~{3,})\s*\{?.*py", text, re.MULTILINE | re.IGNORECASE))
+    assert len(blocks(text)) == len(
+        re.findall(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\{?.*py", text, re.MULTILINE | re.IGNORECASE)
+    )
 
 
 def test_blocks_share_a_namespace_and_errors_name_the_line() -> None:

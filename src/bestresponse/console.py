@@ -69,6 +69,10 @@ class Clock:
         self._before = 0.0
         self._since = time.perf_counter()
 
+    def start(self) -> None:
+        """Count from here, on top of earlier sittings."""
+        self._since = time.perf_counter()
+
     @property
     def seconds(self) -> float:
         """Seconds so far."""

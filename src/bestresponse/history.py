@@ -51,10 +51,12 @@ class History:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        tensors = [value for row in waiting for value in row.values() if isinstance(value, Tensor)]
-        numbers = iter(torch.stack([t.detach().double() for t in tensors]).tolist() if tensors else ())
+        # A tensor may stand in many rows: a hyper that did not move. Each is read once.
+        tensors = {id(value): value for row in waiting for value in row.values() if isinstance(value, Tensor)}
+        read = torch.stack([t.detach().double() for t in tensors.values()]).tolist() if tensors else []
+        numbers = dict(zip(tensors, read, strict=True))
         for row in waiting:
-            settled = {name: next(numbers) if isinstance(value, Tensor) else value for name, value in row.items()}
+            settled = {name: numbers[id(v)] if isinstance(v, Tensor) else v for name, v in row.items()}
             self._add(settled)
             self._fresh.append(settled)
 

@@ -6,7 +6,7 @@ Legend for shapes: ``batch`` examples in a minibatch, ``n`` hypers, ``d`` weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -99,16 +99,13 @@ def evaluate(
         buffers: Buffers to use; changes a layer makes to them (BatchNorm statistics) are written back into this
             dict. Left out, the model's own are used and such changes are thrown away.
     """
-    if which == "train":
+    if which == "train" and problem.space.sampled:
         values = _spread(problem.space, values, batch)
     own = problem.buffers() if buffers is None else buffers
     tensors = {f"model.{name}": tensor for name, tensor in (*params.items(), *own.items())}
     call = problem._calls[which]
-    if which == "train":
-        loss = functional_call(call, tensors, (batch, values))
-    else:
-        with _evaluation_mode(problem.model):
-            loss = functional_call(call, tensors, (batch, values))
+    with nullcontext() if which == "train" else _evaluation_mode(problem.model):
+        loss = functional_call(call, tensors, (batch, values), tie_weights=call.tied)
     for name in own:  # a layer may have replaced a buffer rather than changed it in place
         own[name] = tensors[f"model.{name}"].detach()
     return _mean(loss, which)
@@ -130,6 +127,9 @@ class _Call(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        # Looking for tied weights costs time at every call, so it is asked for only where there are some.
+        names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
+        self.tied = len(names) > len(list(self.named_parameters()))
 
     def forward(self, batch: Batch, values: Values) -> Tensor:
         return self.loss(self.model, batch, values)
@@ -148,18 +148,15 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _spread(space: Space, values: Values, batch: Batch) -> Values:
-    sampled = [name for name, hyper in space.items() if hyper.sampled]
-    if not sampled:
-        return values
     count = examples(batch)
     if count is None:
         raise ValueError(
-            f"hyper {sampled[0]!r} is sampled, one value per example, so a batch must hold a tensor whose first "
+            f"hyper {space.sampled[0]!r} is sampled, one value per example, so a batch must hold a tensor whose first "
             f"dimension counts the examples; got {type(batch).__name__}. Give tensors, or tuples, lists or dicts"
         )
     spread = dict(values)
     for leaf, (name, part, shape) in space.leaves.items():
-        if name not in sampled:
+        if name not in space.sampled:
             continue
         value = values[name][part] if part else values[name]
         if value.ndim == len(shape):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -223,6 +224,11 @@ class Space:
 
     def __repr__(self) -> str:
         return f"Space({', '.join(f'{name}={kind}' for name, kind in self.describe().items())})"
+
+    @cached_property
+    def sampled(self) -> tuple[str, ...]:
+        """The names of the sampled hypers."""
+        return tuple(name for name, hyper in self.items() if hyper.sampled)
 
     @property
     def numel(self) -> int:

@@ -190,12 +190,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor in it on ``device``: tuples, lists, dicts and named tuples keep their type."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*[to_device(part, device) for part in batch])
+    if isinstance(batch, tuple | list):
+        return type(batch)([to_device(part, device) for part in batch])
     if isinstance(batch, Mapping):
         return {key: to_device(part, device) for key, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(part, device) for part in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(part, device) for part in batch)
     if callable(move := getattr(batch, "to", None)):
         return move(device)
     return batch

@@ -204,6 +204,7 @@ class _Run:
         """Step until the steps are done, something stops the run, or a number is not finite."""
         self._show_hypers()
         self._call("start")
+        self.clock.start()
         finished = False
         while self.state.step < steps and not finished and self.stopped is None and not interrupted:
             metrics = self.method.step(self.problem, self.state, self.streams["train"], self.streams["valid"])

@@ -80,11 +80,7 @@ class Implicit(Method):
         """Training updates of the weights, then a change of raw, as the schedule says."""
         plan, metrics = self.schedule.plan(state.step), Metrics()
         for _ in range(plan.train):
-            gradient = train_gradient(problem, state.params, state.raw, next(train), buffers=state.buffers)
-            state.params_updater.update(state.params, gradient.params)
-            state.cost.train_batches += 1
-            state.cost.gradients += 1
-            metrics.train_loss = gradient.loss
+            metrics.train_loss = self._train(problem, state, train)
         if plan.tune:
             metrics.valid_loss, hypergradient = self.hypergradient(problem, state, next(train), next(valid))
             state.raw_updater.update(state.raw, hypergradient)
@@ -95,6 +91,13 @@ class Implicit(Method):
     def params(self, problem: Problem, state: ImplicitState) -> Params:
         """The weights in training."""
         return vectors.clone(state.params)
+
+    def _train(self, problem: Problem, state: ImplicitState, train: Stream) -> Tensor:
+        gradient = train_gradient(problem, state.params, state.raw, next(train), buffers=state.buffers)
+        state.params_updater.update(state.params, gradient.params)
+        state.cost.train_batches += 1
+        state.cost.gradients += 1
+        return gradient.loss
 
     def hypergradient(
         self, problem: Problem, state: ImplicitState, train_batch: object, valid_batch: object
