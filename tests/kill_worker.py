@@ -87,19 +87,28 @@ def sitting(case: int, directory: str, steps: int) -> None:
 
 
 def crash(case: int, directory: str, steps: int, at: int) -> None:
-    """A run that saves every step and dies just before its ``at``-th dealing with a file."""
-    dealings = itertools.count(1)
+    """A run that saves every step and dies just before its ``at``-th dealing with a file.
 
-    def deal(event: str, *paths: object) -> None:
-        ours = event in {"open", "os.rename", "os.mkdir", "fsync"} and any(directory in str(path) for path in paths)
-        if ours and next(dealings) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
+    What was written and not yet flushed to disk may be lost; of the file it is about to flush, the last bytes are.
+    """
+    dealings: list[str] = []
 
-    fsync = os.fsync
-    os.fsync = lambda file: (deal("fsync", directory), fsync(file))[1]
+    def deal(event: str, *paths: object, file: int | None = None) -> None:
+        if event in {"open", "os.rename", "os.mkdir", "fsync"} and any(directory in str(path) for path in paths):
+            dealings.append(event)
+            if len(dealings) == at:
+                if file is not None:
+                    os.ftruncate(file, max(0, os.fstat(file).st_size - 5))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush(file: int) -> None:
+        deal("fsync", directory, file=file)
+        fsync(file)
+
+    fsync, os.fsync = os.fsync, flush
     sys.addaudithook(lambda event, arguments: deal(event, *arguments))
     run(CASES[case], directory, steps=steps, checkpoint_every=1)
-    say(dealings=next(dealings) - 1)
+    say(dealings=dealings)
 
 
 def interrupted(case: int, directory: str, at: int, presses: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian
 
 import bestresponse as br
@@ -384,6 +385,57 @@ def test_only_the_training_gradient_moves_buffers_and_nothing_else_changes(call)
     assert not any(part.requires_grad or part.grad is not None for part in (*s.params.values(), *s.raw.values()))
     moved = [name for name in buffers if not torch.equal(buffers[name], s.buffers[name])]
     assert moved == (list(buffers) if call == "train" else [])
+
+
+class Counting(nn.Module):
+    """Writes to its buffer in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.weight * x
+
+
+def test_the_validation_gradient_works_on_copies_whatever_a_layer_does():
+    problem = br.Problem(Counting(), br.Space(a=br.Hyper(1.0)), *(lambda m, b, h: m(b).sum() * h["a"],) * 2)
+    buffers = problem.buffers()
+    br.valid_gradient(problem, problem.params(), problem.space.raw(), torch.ones(2), buffers=buffers)
+    assert buffers["calls"].item() == 0
+    br.train_gradient(problem, problem.params(), problem.space.raw(), torch.ones(2), buffers=buffers)
+    assert buffers["calls"].item() == 1
+
+
+class OnceOnly(torch.autograd.Function):
+    """A square that cannot be differentiated twice: its second derivative comes out as zero."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_central_products_need_no_second_derivative():
+    def loss(model, batch, hyper):
+        return (hyper["a"] * OnceOnly.apply(model(batch))).sum()
+
+    problem = br.Problem(nn.Linear(2, 1, bias=False), br.Space(a=br.Hyper(3.0)), loss, loss)
+    x, w = torch.tensor([[1.0, 2.0]]), {"weight": torch.tensor([[0.5, -1.0]])}
+    v = {"weight": torch.tensor([[2.0, 1.0]])}
+    arguments = problem, w, problem.space.raw(), x, v
+    central = {"buffers": {}, "products": "central"}
+    # a (x·w)²: H v = 2 a x (x·v), and the mixed product is 2 (x·w) (x·v).
+    near(br.curvature_product(*arguments, **central), {"weight": 2 * 3 * x * 4})
+    near(br.mixed_product(*arguments, **central), {"a": torch.tensor(2 * -1.5 * 4)})
 
 
 @pytest.mark.parametrize("name", ["curvature", "mixed"])

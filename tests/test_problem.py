@@ -132,6 +132,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")  # cuDNN's, of copies
 @pytest.mark.parametrize("which", ["train", "valid"])
 @pytest.mark.parametrize("build", MODULES.values(), ids=MODULES)
 def test_a_module_at_given_weights_is_the_module_holding_them(build, which):

@@ -158,6 +158,14 @@ def test_extreme_raw_stays_in_bounds_and_finite(kind, dtype):
     assert hyper.high is None or bool((value <= hyper.high).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_does_not_pass_a_bound(dtype):
+    """0.3 + (0.9 - 0.3) is a little more than 0.9."""
+    value = br.Hyper(0.5, low=0.3, high=0.9).value(torch.tensor(1e4, dtype=dtype))
+    assert 0.3 + (0.9 - 0.3) > 0.9
+    assert bool(value <= torch.tensor(0.9, dtype=dtype))
+
+
 @pytest.mark.parametrize("kind", ["log", "log low", "log high", "log bounds"])
 def test_a_log_hyper_moves_in_nats(kind):
     """One number of raw is a factor of e, far from the bounds, whatever the bounds are."""
@@ -386,8 +394,8 @@ def test_a_net_starts_at_the_modules_weights_and_leaves_the_module_alone():
     space = br.Space(net=br.Net(module))
     raw = space.raw()
     assert "net.frozen.weight" not in raw
-    for leaf in raw.values():
-        leaf.add_(1.0)
+    for tensor in (*raw.values(), *space["net"].start.values()):
+        tensor.add_(1.0)
     values = space.values(raw)["net"]
     torch.testing.assert_close(values["head.bias"], before["head.bias"] + 1)
     for name, p in module.named_parameters():

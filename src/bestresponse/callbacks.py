@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -35,7 +35,7 @@ class early_stop:  # noqa: N801 - used like the functions beside it; a class onl
     def __call__(self, event: Event) -> None:
         """Look at the newest value, if this step has one."""
         if event.kind == "start":
-            _require_evaluated(event, self.on, "early_stop")
+            _require(self.on, event.columns, "early_stop")
         if event.kind != "step" or ("/" in self.on and self.on not in event.metrics):
             return
         value = event.current_row().get(self.on)
@@ -74,7 +74,7 @@ class keep_best:  # noqa: N801 - used like the functions beside it; a class only
     def __call__(self, event: Event) -> None:
         """Keep a copy at each new best; deploy it at the end."""
         if event.kind == "start":
-            _require_evaluated(event, self.on, "keep_best")
+            _require(self.on, event.evaluated, "keep_best")
         if event.kind == "step" and event.metrics.get(self.on, float("inf")) < self.best:
             self.best, self.snapshot = event.metrics[self.on], event.snapshot()
         if event.kind == "end" and self.snapshot is not None:
@@ -96,6 +96,7 @@ def csv_writer(path: Path | str) -> Callable[[Event], None]:
 
     def callback(event: Event) -> None:
         if event.kind == "end":
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             with Path(path).open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, event.history.columns)
                 writer.writeheader()
@@ -125,10 +126,9 @@ def tensorboard_writer(directory: Path | str, every: int = 10) -> Callable[[Even
     return callback
 
 
-def _require_evaluated(event: Event, on: str, who: str) -> None:
-    loader, slash, _ = on.partition("/")
-    if slash and loader not in event.evaluated:
+def _require(on: str, there: Sequence[str], who: str) -> None:
+    if on not in there:
         raise ValueError(
-            f'{who}(on={on!r}) needs that number now and then: give tune evaluate={{"{loader}": loader}} '
-            "and evaluate_every"
+            f"{who}(on={on!r}) needs a number that this run makes now and then; it makes {', '.join(there) or 'none'}. "
+            'Give tune evaluate={"valid": loader} and evaluate_every, which makes "valid/loss"'
         )

@@ -34,8 +34,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch.save wraps a write that failed
         raise
 
 
@@ -66,11 +68,7 @@ class RunDirectory:
     def read_run(self) -> dict[str, Any]:
         """What the run is."""
         description: dict[str, Any] = json.loads(self.run.read_text(encoding="utf-8"))
-        if description.get("format", 0) > FORMAT:
-            raise ValueError(
-                f"{self.path} was written in format {description['format']}, and this version reads up to {FORMAT}: "
-                "use a newer bestresponse"
-            )
+        _require_format(self.run, description)
         return description
 
     def require_same(self, description: Mapping[str, Any]) -> None:
@@ -87,6 +85,7 @@ class RunDirectory:
         """Add rows behind the first ``after`` bytes, cutting what a failed write may have left; the new length."""
         text = _lines(rows)
         with self.history.open("r+b" if self.history.exists() else "w+b") as file:
+            after = min(after, file.seek(0, os.SEEK_END))  # somebody may have taken the file away
             file.truncate(after)
             file.seek(after)
             file.write(text)
@@ -111,6 +110,7 @@ class RunDirectory:
             saved: dict[str, Any] = torch.load(self.checkpoint, map_location=device, weights_only=True)
         except Exception as error:
             raise ValueError(f"{self.checkpoint} is not a checkpoint that can be read: {error}") from error
+        _require_format(self.checkpoint, saved)
         return saved
 
 
@@ -187,6 +187,14 @@ class Keeper:
             warnings.warn(
                 f"could not write {what} to {path}: {error}. The run goes on; {safe}", RuntimeWarning, stacklevel=4
             )
+
+
+def _require_format(path: Path, content: Mapping[str, Any]) -> None:
+    if content.get("format", 0) > FORMAT:
+        raise ValueError(
+            f"{path} was written in format {content['format']}, and this version reads up to {FORMAT}: "
+            "use a newer bestresponse"
+        )
 
 
 def _lines(rows: Iterable[Mapping[str, Number]]) -> bytes:

@@ -47,7 +47,9 @@ def evaluate_fully(
     measures = {"loss": problem}
     measures |= {name: dataclasses.replace(problem, valid_loss=metric) for name, metric in metrics.items()}
     results: dict[str, float] = {}
-    for stream_name, stream in streams.items():
-        means, _ = mean_losses(measures, params, buffers, raw, stream.epoch())
-        results |= {f"{stream_name}/{name}": float(mean) for name, mean in means.items()}
+    device = problem.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # a metric may draw
+        for stream_name, stream in streams.items():
+            means, _ = mean_losses(measures, params, buffers, raw, stream.epoch())
+            results |= {f"{stream_name}/{name}": float(mean) for name, mean in means.items()}
     return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import pandas
 
 Number = float | int | None
+#: The columns every run has; hypers and evaluations come beside them.
+COLUMNS: Final = ("step", "train_loss", "valid_loss", "train_batches", "valid_batches", "gradients", "seconds")
 
 
 @final
@@ -53,7 +55,7 @@ class History:
         waiting, self._waiting = self._waiting, []
         # A tensor may stand in many rows: a hyper that did not move. Each is read once.
         tensors = {id(value): value for row in waiting for value in row.values() if isinstance(value, Tensor)}
-        read = torch.stack([t.detach().double() for t in tensors.values()]).tolist() if tensors else []
+        read = torch.stack([t.detach().reshape(()).double() for t in tensors.values()]).tolist() if tensors else []
         numbers = dict(zip(tensors, read, strict=True))
         for row in waiting:
             settled = {name: numbers[id(v)] if isinstance(v, Tensor) else v for name, v in row.items()}

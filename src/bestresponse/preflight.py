@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bestresponse import vectors
+from bestresponse.history import COLUMNS
 from bestresponse.method import Method
-from bestresponse.problem import Problem, evaluate
+from bestresponse.problem import Loss, Params, Problem, evaluate
+from bestresponse.space import Raw
 from bestresponse.stream import Stream
 
 
-def check(problem: Problem, method: Method, train: Stream, valid: Stream) -> None:
-    """Try both losses on one batch each; raise what a user can act on. Random numbers and buffers are left alone."""
-    _check_devices(problem)
-    for stream in (train, valid):
+def check(
+    problem: Problem,
+    method: Method,
+    train: Stream,
+    valid: Stream,
+    watched: Sequence[Stream],
+    metrics: Mapping[str, Loss],
+) -> None:
+    """Try all losses and loaders on one batch each; raise what a user can act on. Nothing is left changed."""
+    for name in problem.space:
+        if name in COLUMNS:
+            raise ValueError(
+                f"hyper {name!r} has the name of a column that every history has: give it another. Taken are "
+                f"{', '.join(COLUMNS)}"
+            )
+    for stream in (train, valid, *watched):
         if getattr(stream.data, "persistent_workers", False):
             warnings.warn(
                 f"{stream.name} keeps its workers from pass to pass (persistent_workers=True), and with them random "
@@ -30,6 +44,16 @@ def check(problem: Problem, method: Method, train: Stream, valid: Stream) -> Non
     with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
         seen = _check_loss(problem, method, "train", train)
         _check_loss(problem, method, "valid", valid)
+        values = problem.space.values(problem.space.raw(dtype=problem.raw_dtype, device=problem.device))
+        for stream in watched:
+            evaluate(problem, "valid", problem.params(), values, stream.peek())
+            for name, metric in metrics.items():
+                try:
+                    measured = dataclasses.replace(problem, valid_loss=metric)
+                    evaluate(measured, "valid", problem.params(), values, stream.peek())
+                except Exception as error:
+                    error.add_note(f"in the metric {name!r}, on {stream.name!r}")
+                    raise
     for name in problem.space:
         if name not in seen:
             raise ValueError(
@@ -38,9 +62,10 @@ def check(problem: Problem, method: Method, train: Stream, valid: Stream) -> Non
             )
 
 
-def _check_devices(problem: Problem) -> None:
+def check_devices(model: nn.Module) -> None:
+    """Raise unless the whole model is in one place."""
     places: dict[torch.device, str] = {}
-    for name, tensor in (*problem.model.named_parameters(), *problem.model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         places.setdefault(tensor.device, name)
     if len(places) > 1:
         listed = ", ".join(f"{name!r} on {device}" for device, name in places.items())
@@ -48,6 +73,7 @@ def _check_devices(problem: Problem) -> None:
 
 
 def _check_loss(problem: Problem, method: Method, which: Literal["train", "valid"], stream: Stream) -> set[str]:
+    """One loss on one batch; the names of the hypers it read."""
     raw = vectors.leaves(problem.space.raw(dtype=problem.raw_dtype, device=problem.device))
     params = vectors.leaves(problem.params())
     seen: set[str] = set()
@@ -69,29 +95,46 @@ def _check_loss(problem: Problem, method: Method, which: Literal["train", "valid
             f"{which}_loss returned a tensor on {loss.device}, and the model is on {problem.device}. Make new tensors "
             "inside the loss on the device of its inputs"
         )
-    gradients = _gradients(loss, [*params.values(), *raw.values()])
-    if all(gradient is None for gradient in gradients[: len(params)]):
+    if all(gradient is None for gradient in _gradients(loss, list(params.values()))):
         raise ValueError(
             f"{which}_loss does not depend on the weights: no gradient reaches them. Use the model it is given as its "
             "first argument (not one from outside), and do not detach or convert its output"
         )
     if which == "train" and method.needs_raw_gradient:
-        for leaf, gradient in zip(raw, gradients[len(params) :], strict=True):
-            name = problem.space.leaves[leaf][0]
-            if problem.space[name].sampled:
-                raise ValueError(
-                    f"{type(method).__name__} differentiates the training loss in every hyper, and {name!r} is "
-                    "declared sampled: it cannot be differentiated. Use a method that only samples, such as "
-                    "br.methods.lorraine2018_joint()"
-                )
-            if gradient is None and name in seen:
-                raise ValueError(
-                    f"train_loss reads hyper {leaf!r}, but its gradient does not depend on it, and "
-                    f"{type(method).__name__} needs that derivative. Keep it a tensor (no .item(), round or "
-                    "comparison); if that is not possible, declare it sampled=True and use a method that samples. "
-                    "For a hyper with named parts, leave out of its shape the parts that the loss does not use"
-                )
+        _check_raw_gradient(problem, method, params, raw, stream, seen)
     return seen
+
+
+def _check_raw_gradient(
+    problem: Problem, method: Method, params: Params, raw: Raw, stream: Stream, seen: set[str]
+) -> None:
+    for name in problem.space.sampled:
+        raise ValueError(
+            f"{type(method).__name__} differentiates the training loss in every hyper, and {name!r} is declared "
+            "sampled: it cannot be differentiated. Use a method that only samples, such as "
+            "br.methods.lorraine2018_joint()"
+        )
+    # A little away from the start: weights at zero hide what a penalty depends on.
+    near = {name: w.detach() + 0.01 * torch.randn_like(w) for name, w in params.items()}
+    loss = evaluate(problem, "train", vectors.leaves(near), problem.space.values(raw), stream.peek())
+    for leaf, gradient in zip(raw, _gradients(loss, list(raw.values())), strict=True):
+        if problem.space.leaves[leaf][0] not in seen:
+            continue
+        advice = (
+            f"{type(method).__name__} needs that derivative. Keep it a tensor (no .item(), round or comparison); "
+            "if that is not possible, declare it sampled=True and use a method that samples"
+        )
+        if gradient is None:
+            raise ValueError(
+                f"train_loss reads hyper {leaf!r}, but does not depend on it through torch, and {advice}. For a hyper "
+                "with named parts, leave out of its shape the parts that the loss does not use"
+            )
+        if not gradient.any():
+            warnings.warn(
+                f"the derivative of train_loss in hyper {leaf!r} is zero on the first batch, and {advice}",
+                UserWarning,
+                stacklevel=5,
+            )
 
 
 def _gradients(loss: Tensor, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -112,6 +155,19 @@ class _Watched(dict[str, Any]):
         value = super().__getitem__(name)
         self._seen.add(name)
         return value
+
+    def __iter__(self) -> Iterator[str]:
+        # Not idle: a dict whose __iter__ is its own is copied item by item, through __getitem__, by dict() and **.
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
 
     def get(self, name: str, default: Any = None) -> Any:
         self._seen.add(name)

@@ -101,11 +101,14 @@ def evaluate(
     """
     if which == "train" and problem.space.sampled:
         values = _spread(problem.space, values, batch)
-    own = problem.buffers() if buffers is None else buffers
-    tensors = {f"model.{name}": tensor for name, tensor in (*params.items(), *own.items())}
     call = problem._calls[which]
+    own = {} if buffers is None else buffers
+    if len(own) < call.buffer_count:
+        own = {**problem.buffers(), **own}
+    tensors = {f"model.{name}": tensor for name, tensor in (*params.items(), *own.items())}
     with nullcontext() if which == "train" else _evaluation_mode(problem.model):
         loss = functional_call(call, tensors, (batch, values), tie_weights=call.tied)
+    own = buffers or {}
     for name in own:  # a layer may have replaced a buffer rather than changed it in place
         own[name] = tensors[f"model.{name}"].detach()
     return _mean(loss, which)
@@ -128,8 +131,9 @@ class _Call(nn.Module):
         self.model = model
         self.loss = loss
         # Looking for tied weights costs time at every call, so it is asked for only where there are some.
-        names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
-        self.tied = len(names) > len(list(self.named_parameters()))
+        self.buffer_count = len(list(model.buffers()))
+        every = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        self.tied = len(every) > len(list(self.named_parameters())) + len(list(self.named_buffers()))
 
     def forward(self, batch: Batch, values: Values) -> Tensor:
         return self.loss(self.model, batch, values)

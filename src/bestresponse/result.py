@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
@@ -174,5 +175,7 @@ def _save_with(path: Path, write: Any) -> None:
     try:
         write(temporary)
         temporary.replace(path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)

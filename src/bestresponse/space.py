@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 Shape = tuple[int, ...]
 Raw = dict[str, Tensor]
@@ -254,6 +253,10 @@ class Space:
             hyper = self[name]
             value: Any = given.get(name, hyper.start)
             if isinstance(value, Mapping):
+                if set(value) != set(hyper.shapes) or not part:
+                    raise ValueError(
+                        f"hyper {name!r} has {_names(hyper.shapes)}, and is given {_names(value)}: name each part once"
+                    )
                 value = value[part]
             number = torch.as_tensor(value, dtype=torch.float64).detach()
             try:
@@ -329,6 +332,10 @@ def _trainable(
             yield name, parameter
 
 
+def _names(parts: Mapping[str, Any]) -> str:
+    return "one value, without parts" if "" in parts else f"the parts {', '.join(parts)}"
+
+
 def _bound(bound: float | None, otherwise: str) -> str:
     return otherwise if bound is None else f"{bound:g}"
 
@@ -341,9 +348,9 @@ def _from_raw(raw: Tensor, low: float | None, high: float | None) -> Tensor:
     if low is not None and high is not None:
         return (low + (high - low) * torch.sigmoid(raw)).clamp(low, high)  # rounding may pass a bound
     if low is not None:
-        return low + F.softplus(raw)
+        return low + _softplus(raw)
     if high is not None:
-        return high - F.softplus(-raw)
+        return high - _softplus(-raw)
     return raw
 
 
@@ -363,9 +370,9 @@ def _log_from_raw(raw: Tensor, low: float | None, high: float | None) -> Tensor:
         middle, half = (low + high) / 2, (high - low) / 2
         return middle + half * torch.tanh((raw - middle) / half)
     if low is not None:
-        return low + F.softplus(raw - low)
+        return low + _softplus(raw - low)
     if high is not None:
-        return high - F.softplus(high - raw)
+        return high - _softplus(high - raw)
     return raw
 
 
@@ -378,6 +385,10 @@ def _log_to_raw(value: Tensor, low: float | None, high: float | None) -> Tensor:
     if high is not None:
         return high - _inverse_softplus(high - value)
     return value
+
+
+def _softplus(raw: Tensor) -> Tensor:
+    return torch.logaddexp(raw, torch.zeros_like(raw))  # torch's own softplus jumps to the identity at 20
 
 
 def _inverse_softplus(value: Tensor) -> Tensor:

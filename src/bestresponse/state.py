@@ -78,7 +78,12 @@ def _unpack(value: Any, saved: Any) -> Any:
         for f in dataclasses.fields(value):
             setattr(value, f.name, _unpack(getattr(value, f.name), saved[f.name]))
         return value
-    if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.shape == saved.shape:
+    if isinstance(value, Tensor) and isinstance(saved, Tensor):
+        if value.shape != saved.shape:
+            raise ValueError(
+                f"the saved state has a tensor of shape {tuple(saved.shape)} where {tuple(value.shape)} is needed: "
+                "it was written for another model, space or method"
+            )
         with torch.no_grad():
             value.copy_(saved)
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -58,7 +58,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         count = len(self.tensors[0])
         # The order is drawn here, when a pass begins: drawing the batches takes no random numbers.
-        order = torch.randperm(count) if self.shuffle else torch.arange(count)
+        order = torch.randperm(count, device="cpu") if self.shuffle else torch.arange(count, device="cpu")
         return self._rows(order.to(self.tensors[0].device))
 
     def _rows(self, order: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -77,7 +77,7 @@ class Stream:
 
     Torch's, Python's and NumPy's global random numbers are swapped for the stream's own while a batch is drawn, so
     shuffling and random transforms depend on the seed and the place alone, and a resumed run draws the same batches.
-    A generator that was handed to the ``DataLoader`` or its sampler is seeded anew for each pass.
+    So is a generator that was handed to the ``DataLoader`` or its sampler.
 
     Args:
         data: A ``DataLoader``, :class:`Batches`, or any re-iterable of batches.
@@ -108,7 +108,7 @@ class Stream:
         self.handed_out = 0  # batches of this pass already given
         self._iterator: Iterator[Batch] | None = None
         self._waiting: list[Batch] = []  # drawn by peek, not yet given
-        self._random = _RandomState()
+        self._random = _RandomState(_generators(data))
         # Drawing the next item of these takes no random numbers, so nothing needs to be swapped.
         self._quiet = isinstance(data, Batches | list | tuple)
 
@@ -165,9 +165,7 @@ class Stream:
     def _start(self, pass_number: int) -> Iterator[Batch]:
         seed = zlib.crc32(f"{self.seed} {self.name} {pass_number}".encode())
         self._random.seed(seed)
-        for owner in (self.data, getattr(self.data, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
+        for owner in _owners(self.data):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(pass_number)
         with self._random.swapped_in():
@@ -190,47 +188,71 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor in it on ``device``: tuples, lists, dicts and named tuples keep their type."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(move := getattr(batch, "to", None)):
+        return move(device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*[to_device(part, device) for part in batch])
     if isinstance(batch, tuple | list):
         return type(batch)([to_device(part, device) for part in batch])
     if isinstance(batch, Mapping):
         return {key: to_device(part, device) for key, part in batch.items()}
-    if callable(move := getattr(batch, "to", None)):
-        return move(device)
     return batch
 
 
-class _RandomState:
-    """One state of torch's CPU generator, Python's and NumPy's, that can stand in for the global ones."""
+def _owners(data: Any) -> list[Any]:
+    """A loader and the samplers in it: whatever may hold a generator or count passes."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    return [data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
 
-    def __init__(self) -> None:
-        self.torch = torch.get_rng_state()
-        self.python = random.getstate()
-        self.numpy: Any = None
+
+def _generators(data: Any) -> list[torch.Generator]:
+    found = {id(g): g for owner in _owners(data) if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    return list(found.values())
+
+
+class _RandomState:
+    """One state of torch's CPU generator, Python's, NumPy's and a loader's own, to stand in for the present ones."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._state = self._get()
 
     def seed(self, seed: int) -> None:
-        self.torch = torch.Generator().manual_seed(seed).get_state()
-        self.python = random.Random(seed).getstate()
-        self.numpy = numpy.random.RandomState(seed).get_state() if (numpy := sys.modules.get("numpy")) else None
+        numpy = sys.modules.get("numpy")
+        self._state = (
+            torch.Generator().manual_seed(seed).get_state(),
+            random.Random(seed).getstate(),
+            numpy.random.RandomState(seed).get_state() if numpy else None,
+            [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._generators],
+        )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        numpy = sys.modules.get("numpy") if self.numpy is not None else None
-        outside = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+        outside = self._get()
         try:
-            self._set(self.torch, self.python, self.numpy)
+            self._set(self._state)
             yield
-            self.torch, self.python = torch.get_rng_state(), random.getstate()
-            self.numpy = numpy.random.get_state() if numpy else None
+            self._state = self._get()
         finally:
-            self._set(*outside)
+            self._set(outside)
 
-    def _set(self, of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+    def _get(self) -> tuple[Tensor, Any, Any, list[Tensor]]:
+        numpy = sys.modules.get("numpy")
+        return (
+            torch.get_rng_state(),
+            random.getstate(),
+            numpy.random.get_state() if numpy else None,
+            [generator.get_state() for generator in self._generators],
+        )
+
+    def _set(self, state: tuple[Tensor, Any, Any, list[Tensor]]) -> None:
+        of_torch, of_python, of_numpy, of_generators = state
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
+        for generator, of_generator in zip(self._generators, of_generators, strict=True):
+            generator.set_state(of_generator)
 
 
 def _kind(data: object) -> str:

@@ -21,12 +21,12 @@ from bestresponse import preflight, vectors
 from bestresponse.checkpoint import Keeper, RunDirectory
 from bestresponse.console import Clock, Progress, interrupts
 from bestresponse.evaluation import evaluate_fully
-from bestresponse.history import History, Number
+from bestresponse.history import COLUMNS, History, Number
 from bestresponse.method import Method, Metrics
 from bestresponse.problem import Batch, Loss, Problem
 from bestresponse.result import Result, Snapshot, Status
 from bestresponse.stream import Stream
-from bestresponse.watch import Watch
+from bestresponse.watch import Watch, find_in_weights
 
 Callback = Callable[["Event"], object]
 
@@ -80,6 +80,9 @@ def tune(
         raise ValueError("resume=True needs the run_dir to resume from")
     if evaluate_every is not None and not evaluate:
         raise ValueError('evaluate_every needs loaders to evaluate: evaluate={"test": test_loader}')
+    if evaluate_every is not None and evaluate_every < 1:
+        raise ValueError(f"evaluate_every must be at least 1 step; got {evaluate_every}")
+    preflight.check_devices(problem.model)
     place = problem.device if device is None else torch.device(device)
     work = dataclasses.replace(problem, model=copy.deepcopy(problem.model).to(place))
     streams = {
@@ -89,7 +92,7 @@ def tune(
     watched = {name: Stream(data, name=name, seed=seed, device=place) for name, data in (evaluate or {}).items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[place] if place.type == "cuda" else []))
-        preflight.check(work, method, streams["train"], streams["valid"])
+        preflight.check(work, method, streams["train"], streams["valid"], list(watched.values()), metrics or {})
         _seed(seed, place)
         run = _Run(work, method, streams, watched, metrics or {}, callbacks, evaluate_every, seed)
         directory = RunDirectory(run_dir) if run_dir is not None else None
@@ -132,7 +135,8 @@ class Event:
         state: The method's state.
         history: All rows so far, this step's included.
         metrics: The evaluation made at this step; empty when none was due.
-        evaluated: Names of the loaders that are evaluated every ``evaluate_every`` steps.
+        columns: The names of all numbers that the history of this run can have.
+        evaluated: What is evaluated every ``evaluate_every`` steps, such as ``"valid/loss"``.
         run_dir: The run directory, if there is one.
     """
 
@@ -145,7 +149,9 @@ class Event:
         self.state = run.state
         self.history = run.history
         self.metrics = run.metrics
-        self.evaluated = tuple(run.watched) if run.evaluate_every is not None else ()
+        measures = ("loss", *run.measures) if run.evaluate_every is not None else ()
+        self.evaluated = tuple(f"{loader}/{measure}" for loader in run.watched for measure in measures)
+        self.columns = (*COLUMNS, *run.shown, *self.evaluated)
         self.run_dir = run.keeper.directory.path if run.keeper.directory else None
 
     def current_row(self) -> dict[str, float | int]:
@@ -198,29 +204,33 @@ class _Run:
         self.message = ""
         self.stopped: str | None = None
         self.chosen: Snapshot | None = None
-        self._shown: dict[str, Tensor] = {}
+        self.shown: dict[str, Tensor] = {}
 
     def loop(self, steps: int, progress: Progress, interrupted: list[int]) -> None:
         """Step until the steps are done, something stops the run, or a number is not finite."""
         self._show_hypers()
         self._call("start")
         self.clock.start()
-        finished = False
-        while self.state.step < steps and not finished and self.stopped is None and not interrupted:
+        finished = cut = False
+        done = self.state.step >= steps or self.stopped is not None
+        while not done:
+            before = self.state.step
             metrics = self.method.step(self.problem, self.state, self.streams["train"], self.streams["valid"])
-            self._note(metrics)
-            self._call("step")
             finished = metrics.finished
-            last = self.state.step >= steps or finished or self.stopped is not None or bool(interrupted)
-            save = last or self.keeper.due(self.state.step)
-            if (save or progress.due()) and not self._settle(progress, check_weights=save):
+            if self.state.step > before:  # a method that had finished earlier does nothing more
+                self._note(metrics)
+                self._call("step")
+            cut = bool(interrupted)
+            done = finished or cut or self.state.step >= steps or self.stopped is not None
+            save = self.state.step > before and (done or self.keeper.due(self.state.step))
+            if (done or save or progress.due()) and not self._settle(progress, check_weights=save):
                 return
             if save:
                 with self.clock.paused():
                     self.keeper.save(self.state.step, self.state_dict())
         if self.stopped is not None:
             self.status, self.message = Status.STOPPED, self.stopped
-        elif self.state.step < steps and not finished:
+        elif cut and self.state.step < steps and not finished:
             self.status, self.message = Status.INTERRUPTED, f"Interrupted after step {self.state.step}."
             if self.keeper.directory is not None:
                 self.message += f" Go on with run_dir={str(self.keeper.directory.path)!r}, resume=True."
@@ -230,6 +240,8 @@ class _Run:
         self.metrics = {}
         self._call("end")
         chosen = self.chosen or self.snapshot()
+        if self.status is not Status.NON_FINITE and (wrong := find_in_weights(chosen.step, chosen.params)):
+            self.status, self.message = Status.NON_FINITE, f"{wrong} There is no better result: no trial stayed finite."
         result = Result.of(
             self.problem, chosen, self.state, self.status, self.message, self.history, self._evaluate(chosen)
         )
@@ -296,7 +308,7 @@ class _Run:
         row["valid_batches"] = cost.valid_batches
         row["gradients"] = cost.gradients
         row["seconds"] = self.clock.seconds
-        row.update(self._shown)
+        row.update(self.shown)
         self.metrics = {}
         if self.evaluate_every is not None and step % self.evaluate_every == 0:
             with self.clock.paused():
@@ -308,30 +320,30 @@ class _Run:
         """Read the waiting numbers, check and show them; at one that is not finite, go back to the last good state."""
         rows = self.history.take()
         wrong = self.watch.find(rows)
-        if wrong is None and check_weights:
-            wrong = self.watch.find_in_weights(self.state.step, self.method.params(self.problem, self.state))
+        if wrong is None and check_weights and not self.method.survives_non_finite:
+            wrong = find_in_weights(self.state.step, self.method.params(self.problem, self.state))
         if wrong is None:
             self.keeper.add(rows)
             progress.show(rows)
             return True
-        saved = self.keeper.load()
-        if saved is not None:
-            self.load_state_dict(saved)
         self.status = Status.NON_FINITE
-        self.message = f"{wrong} The result is the last good state, after step {self.state.step}."
+        saved = self.keeper.load()
+        if saved is None:
+            self.message = f"{wrong} No earlier state could be saved: the result is the present one."
+        else:
+            self.load_state_dict(saved)
+            self.message = f"{wrong} The result is the last good state, after step {self.state.step}."
         return False
 
     def _show_hypers(self) -> None:
         """One number a hyper for history and progress: its value, or the mean of its values."""
-        self._shown = {}
+        self.shown = {}
         for name, value in self.problem.space.values(self.state.raw).items():
             if isinstance(value, Tensor) and value.ndim == 0:
-                self._shown[name] = value
+                self.shown[name] = value.clone()  # a free hyper's value is raw itself, which moves
             else:
                 parts = {name: value} if isinstance(value, Tensor) else value
-                self._shown[f"{name}.mean"] = torch.stack([p.sum() for p in parts.values()]).sum() / vectors.numel(
-                    parts
-                )
+                self.shown[f"{name}.mean"] = torch.stack([p.sum() for p in parts.values()]).sum() / vectors.numel(parts)
 
     def _evaluate(self, snapshot: Snapshot) -> dict[str, float]:
         return evaluate_fully(

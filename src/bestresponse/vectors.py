@@ -67,5 +67,5 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor | tuple[int, ...]]) -> Vec
     shapes = {name: tuple(part.shape) if isinstance(part, Tensor) else tuple(part) for name, part in like.items()}
     parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in shapes.values()], -1)
     return {
-        name: part.view(*flat.shape[:-1], *shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
+        name: part.view((*flat.shape[:-1], *shape)) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
     }

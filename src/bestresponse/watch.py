@@ -25,19 +25,12 @@ class Watch:
     def __init__(self, *, idle: bool) -> None:
         self._idle = idle
         self._sums: list[tuple[int, list[str], Tensor]] = []
+        self._last: Mapping[str, Number] = {}
 
     def note(self, step: int, raw: Raw) -> None:
         """Raw after a change: one sum a leaf tells whether any of its numbers is not finite."""
         if not self._idle:
             self._sums.append((step, list(raw), torch.stack([leaf.sum() for leaf in raw.values()])))
-
-    def find_in_weights(self, step: int, params: Params) -> str | None:
-        """A sentence about the first weight that is not finite; ``None`` if all are. Waits for the device."""
-        if self._idle:
-            return None
-        finite = torch.stack([torch.isfinite(part).all() for part in params.values()]).tolist()
-        wrong = [name for name, fine in zip(params, finite, strict=True) if not fine]
-        return f"Weights in {wrong[0]!r} became NaN or infinite by step {step}." if wrong else None
 
     def find(self, rows: Sequence[Mapping[str, Number]]) -> str | None:
         """A sentence about the first number since the last call that is not finite; ``None`` if all are."""
@@ -50,8 +43,10 @@ class Watch:
             for name in ("train_loss", "valid_loss"):
                 value = row.get(name)
                 if value is not None and not math.isfinite(value):
-                    batch = row[f"{name[:5]}_batches"]
-                    found.append((step, 0, f"{name} became {value} at step {step} ({name[:5]} batch number {batch})."))
+                    count = f"{name[:5]}_batches"
+                    batches = _numbers((self._last.get(count) or 0) + 1, row[count])
+                    found.append((step, 0, f"{name} became {value} at step {step} ({name[:5]} {batches})."))
+            self._last = row
         if sums:
             finite = torch.isfinite(torch.stack([of_leaves for _, _, of_leaves in sums])).tolist()
             for (step, names, _), fine in zip(sums, finite, strict=True):
@@ -59,3 +54,15 @@ class Watch:
                 if wrong:
                     found.append((step, 1, f"Hyper {wrong[0]!r} became NaN or infinite at step {step}."))
         return min(found)[2] if found else None
+
+
+def find_in_weights(step: int, params: Params) -> str | None:
+    """A sentence about the first weight that is not finite; ``None`` if all are. Waits for the device."""
+    finite = torch.stack([torch.isfinite(part).all() for part in params.values()]).tolist()
+    wrong = [name for name, fine in zip(params, finite, strict=True) if not fine]
+    return f"Weights in {wrong[0]!r} became NaN or infinite by step {step}." if wrong else None
+
+
+def _numbers(first: Number, last: Number) -> str:
+    first, last = int(first or 0), int(last or 0)
+    return f"batch number {last}" if first >= last else f"batch numbers {first} to {last}"

@@ -110,7 +110,11 @@ class Grid(Sampler):
         return math.prod(len(values) for values in self.values.values())
 
     def propose(self, space: Space, past: Sequence[Trial], generator: torch.Generator) -> Raw:
-        """The next combination."""
+        """The next combination. The first time, all values are checked: the last may be hours away."""
+        if not past:
+            for name, values in self.values.items():
+                for value in values:
+                    space.raw({name: value})
         combination = next(itertools.islice(itertools.product(*self.values.values()), len(past), None))
         return space.raw(dict(zip(self.values, combination, strict=True)), dtype=torch.float64)
 
