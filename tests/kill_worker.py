@@ -30,6 +30,8 @@ from bestresponse.testing import Case, net_problem
 sys.path.append(str(Path(__file__).parent / "methods"))
 from cases import CASES  # the list that the contract goes through
 
+PATIENCE = 20  # seconds that are waited for what should come at once
+
 
 def run(case: Case, directory: Path | str | None, *callbacks: Callable[[br.Event], object], **arguments: Any) -> Any:
     """The run that all tests of killing share: the same from every process, whatever its random numbers."""
@@ -118,11 +120,12 @@ def interrupted(case: int, directory: str, at: int, presses: int) -> None:
     def wait(event: br.Event) -> None:
         if event.kind == "step" and event.step == at:
             say(waiting=1)
-            while signal.getsignal(signal.SIGINT) is not before:
+            until = time.monotonic() + PATIENCE
+            while signal.getsignal(signal.SIGINT) is not before and time.monotonic() < until:
                 time.sleep(0.002)
             if presses > 1:
                 say(waiting=2)
-                time.sleep(60)
+                time.sleep(PATIENCE)
 
     ended: dict[str, Any]
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from kill_worker import CASES, assert_same_run, run
+from kill_worker import CASES, PATIENCE, assert_same_run, run
 
 import bestresponse as br
 
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
 
 each_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 NET = next(i for i, case in enumerate(CASES) if case.name == "luketina2016")
-SECONDS = 60  # how long a silent worker is waited for
 
 
 class Worker:
@@ -38,22 +37,25 @@ class Worker:
             [sys.executable, str(script), dtype, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self.pid = 0
+        self.running = False
 
     def begin(self, run: str, **request: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write((json.dumps({"run": run, **request}, default=str) + "\n").encode())
         self.pid = self.hear("pid")["pid"]
+        self.running = True
 
     def hear(self, *keys: str) -> dict[str, Any]:
         """Everything said until one of these has been."""
         said: dict[str, Any] = {}
         while not said.keys() & set(keys):
-            ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
+            ready, _, _ = select.select([self.process.stdout], [], [], 3 * PATIENCE)
             assert ready, f"the worker is silent; it said {said}"
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
             assert line, "the worker is gone"
             said |= json.loads(line)
+            self.running = "ended" not in said
             assert keys == ("ended",) or "ended" not in said, f"the run ended: {said}"
         return said
 
@@ -69,12 +71,11 @@ class Worker:
 @pytest.fixture(scope="module")
 def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     worker = Worker(pytestconfig.getoption("--dtype"), pytestconfig.getoption("--device"))
-    yield worker
-    assert worker.process.stdin is not None
-    assert worker.process.stdout is not None
-    worker.process.stdin.close()
-    worker.process.wait(SECONDS)
-    worker.process.stdout.close()
+    with worker.process as process:
+        yield worker
+        if worker.running:  # a test has failed in the middle of a run
+            os.kill(worker.pid, signal.SIGKILL)
+        process.communicate(timeout=PATIENCE)
 
 
 def saved_step(directory: Path) -> int:

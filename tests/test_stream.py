@@ -171,6 +171,30 @@ def test_random_numbers_drawn_outside_do_not_move_the_stream():
     assert got == expected
 
 
+@pytest.mark.parametrize("name", ["loader with a generator", "loader with replacement", "loader with a batch sampler"])
+def test_a_loaders_own_generator_is_left_alone_too(name):
+    loader = LOADERS[name]()
+    owners = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    (generator, *_) = (g for owner in owners if (g := getattr(owner, "generator", None)) is not None)
+    before = generator.get_state()
+    stream = br.Stream(loader)
+    take(stream, A_PASS + 1)
+    take(stream.epoch(), 2)
+    assert torch.equal(generator.get_state(), before)
+
+
+@every_loader
+def test_streams_of_one_loader_do_not_disturb_one_another(make):
+    expected = [take(br.Stream(make(), name=name), 2 * A_PASS) for name in ("train", "valid")]
+    loader = make()
+    streams = [br.Stream(loader, name=name) for name in ("train", "valid")]
+    got = [[], []]
+    for _ in range(2 * A_PASS):
+        for batches, stream in zip(got, streams, strict=True):
+            batches += take(stream, 1)
+    assert got == expected
+
+
 # The place
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ Params = Vector
 #: ``loss(model, batch, hyper)``: one number, or one per example.
 Loss = Callable[[Any, Any, Values], Tensor]
 Which = Literal["train", "valid"]
+RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 @final
@@ -141,14 +142,23 @@ class _Call(nn.Module):
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
+    modules = list(model.modules())
+    # cuDNN gives recurrent layers no gradient in evaluation mode. All that training mode changes in them is dropout.
+    recurrent = [(module, module.training, module.dropout) for module in modules if type(module) in RECURRENT]
+    training = [module for module in modules if module.training and type(module) not in RECURRENT]
     try:
         for module in training:
             module.training = False
+        for module, _, _ in recurrent:
+            module.training = True
+            setattr(module, "dropout", 0.0)  # noqa: B010 - a number, whatever the type checker takes modules to hold
         yield
     finally:
         for module in training:
             module.training = True
+        for module, was_training, dropout in recurrent:
+            module.training = was_training
+            setattr(module, "dropout", dropout)  # noqa: B010
 
 
 def _spread(space: Space, values: Values, batch: Batch) -> Values:

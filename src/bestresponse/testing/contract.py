@@ -29,11 +29,12 @@ class Ends:
     """Where a method ends on a known problem.
 
     Args:
-        excess: At most this far above the lowest L_V(w*(λ)) there is, as a part of the start's distance.
+        excess: At most this far above the lowest L_V(w*(λ)) there is, as a part of the start's distance; ``None`` for
+            a method that promises no optimum.
         distance: The deployed weights are at most this far from w*(λ), relative to its size.
     """
 
-    excess: float
+    excess: float | None
     distance: float
 
 
@@ -209,10 +210,11 @@ class MethodContract:
 
 
 def _assert_ends(case: Case, known: Ridge | Quadratic, ends: Ends) -> None:
-    assert ends.excess <= 0.5, "a tolerance that hardly asks for an improvement"
     result = tune(known.problem, case.method, known.train, known.valid, steps=case.steps)
     start = known.valid_loss(known.problem.space.raw()) - known.lowest
-    assert (known.valid_loss(result.raw) - known.lowest) / start < ends.excess
+    if ends.excess is not None:
+        assert ends.excess <= 0.2, "a tolerance that hardly asks for an improvement"
+        assert (known.valid_loss(result.raw) - known.lowest) / start < ends.excess
     best = known.best_response(result.raw)
     ours = torch.cat([p.detach().flatten() for p in result.model.parameters()])
     assert float((ours - best).norm() / best.norm()) < ends.distance
