@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian
+from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 from bestresponse import gradients, vectors
@@ -535,3 +536,51 @@ def test_the_error_of_a_central_difference_falls_with_the_square_of_its_step(dou
         errors.append(float((vectors.flatten(product_of("curvature", "central", s, s.vector)) - exact).norm()))
     for coarse, fine in pairwise(errors):
         assert math.log2(coarse / fine) == pytest.approx(2.0, abs=0.05)
+
+
+# Activation checkpointing: parts of the forward pass are computed again during the backward one
+
+
+class Stack(torch.nn.Module):
+    """Two layers, the first computed again in the backward pass if so wished."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.recompute = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1), recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return self.second(checkpoint(self.layer, x, use_reentrant=False))
+        return self.second(self.layer(x))
+
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+
+def test_checkpointed_layers_are_differentiated_at_the_weights_being_tried():
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+
+    def train_loss(model, batch, hyper):
+        return (model(x) - y).square().mean() + br.functional.l2(model, hyper["decay"])
+
+    plain, again = Stack(recompute=False), Stack(recompute=True)
+    again.load_state_dict(plain.state_dict())
+    space = br.Space(decay=br.Hyper(0.1, log=True))
+    problems = [br.Problem(model, space, train_loss, train_loss) for model in (plain, again)]
+    w = {name: torch.randn_like(p) for name, p in plain.named_parameters()}  # not the model's own
+    v = {name: torch.randn_like(p) for name, p in plain.named_parameters()}
+    raw = space.raw()
+
+    def all_derivatives(problem):
+        products = [
+            product(problem, w, raw, None, v, buffers={}, products=way)
+            for product in (br.curvature_product, br.mixed_product)
+            for way in ("exact", "central")
+        ]
+        train = br.train_gradient(problem, w, raw, None, buffers={}, with_raw=True)
+        valid = br.valid_gradient(problem, w, raw, None, buffers={})
+        return [*products, train.params, train.raw, valid.params, valid.raw]
+
+    for expected, ours in zip(*map(all_derivatives, problems), strict=True):
+        for name, part in expected.items():
+            torch.testing.assert_close(ours[name], part)

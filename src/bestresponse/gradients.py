@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bestresponse import vectors
-from bestresponse.problem import Batch, Params, Problem, evaluate
+from bestresponse.problem import Batch, Params, Problem, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.vectors import Vector
 
@@ -38,9 +38,14 @@ def train_gradient(
     """∂L_T/∂w, and with ``with_raw`` also ∂L_T/∂raw, on one batch. Writes to ``buffers``."""
     w = vectors.leaves(params)
     r = vectors.leaves(raw) if with_raw else raw
-    loss = evaluate(problem, "train", w, problem.space.values(r), batch, buffers)
-    grads = _grad(loss, [*w.values(), *(r.values() if with_raw else ())])
-    return Gradient(loss.detach(), dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=False)))
+    inputs = [*w.values(), *(r.values() if with_raw else ())]
+
+    def differentiate(loss: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss = loss.mean()
+        return loss.detach(), _grad(loss, inputs)
+
+    loss, grads = evaluate_then(problem, "train", w, problem.space.values(r), batch, buffers, differentiate)
+    return Gradient(loss, dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=False)))
 
 
 def train_gradients(
@@ -83,10 +88,14 @@ def valid_gradient(problem: Problem, params: Params, raw: Raw, batch: Batch, *, 
     the validation loss nor a prior depends on.
     """
     w, r = vectors.leaves(params), vectors.leaves(raw)
-    loss = evaluate(problem, "valid", w, problem.space.values(r), batch, vectors.clone(buffers))
-    penalty = problem.space.penalty(r)
-    grads = _grad(loss if penalty is None else loss + penalty, [*w.values(), *r.values()])
-    return Gradient(loss.detach(), dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True)))
+
+    def differentiate(loss: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss, penalty = loss.mean(), problem.space.penalty(r)
+        return loss.detach(), _grad(loss if penalty is None else loss + penalty, [*w.values(), *r.values()])
+
+    own = vectors.clone(buffers)
+    loss, grads = evaluate_then(problem, "valid", w, problem.space.values(r), batch, own, differentiate)
+    return Gradient(loss, dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True)))
 
 
 def curvature_product(
@@ -102,8 +111,7 @@ def curvature_product(
     """H v, with H = ∂²L_T/∂w² on one batch."""
     if products == "central":
         return _central(problem, params, raw, batch, vector, buffers, with_raw=False).params
-    w, slope, _ = _slope(problem, params, raw, batch, vector, buffers, with_raw=False)
-    return dict(zip(w, _grad(slope, w.values()), strict=True))
+    return _exact(problem, params, raw, batch, vector, buffers, of="params")
 
 
 def mixed_product(
@@ -119,8 +127,7 @@ def mixed_product(
     """(∂²L_T/∂raw∂w) v: how the slope of the training loss along v changes with each hyper. As large as raw."""
     if products == "central":
         return _central(problem, params, raw, batch, vector, buffers, with_raw=True).raw
-    _, slope, r = _slope(problem, params, raw, batch, vector, buffers, with_raw=True)
-    return dict(zip(r, _grad(slope, r.values()), strict=True))
+    return _exact(problem, params, raw, batch, vector, buffers, of="raw")
 
 
 def difference_step(params: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> float:
@@ -130,14 +137,25 @@ def difference_step(params: Mapping[str, Tensor], vector: Mapping[str, Tensor]) 
     return torch.finfo(dtype).eps ** (1 / 3) * (size or 1.0) / length if length > 0 else 0.0
 
 
-def _slope(
-    problem: Problem, params: Params, raw: Raw, batch: Batch, vector: Vector, buffers: Params, *, with_raw: bool
-) -> tuple[Params, Tensor, Raw]:
-    """⟨∂L_T/∂w, v⟩ as a node of a graph, with the leaves to differentiate it in."""
-    w, r = vectors.leaves(params), (vectors.leaves(raw) if with_raw else raw)
-    loss = evaluate(problem, "train", w, problem.space.values(r), batch, vectors.clone(buffers))
-    grads = dict(zip(w, _grad(loss, w.values(), create_graph=True), strict=True))
-    return w, vectors.dot(grads, vector), r
+def _exact(
+    problem: Problem,
+    params: Params,
+    raw: Raw,
+    batch: Batch,
+    vector: Vector,
+    buffers: Params,
+    *,
+    of: Literal["params", "raw"],
+) -> Vector:
+    """The derivative of ⟨∂L_T/∂w, v⟩ in the weights or in raw."""
+    w, r = vectors.leaves(params), (vectors.leaves(raw) if of == "raw" else raw)
+    inputs = w if of == "params" else r
+
+    def differentiate(loss: Tensor) -> Vector:
+        grads = dict(zip(w, _grad(loss.mean(), w.values(), create_graph=True), strict=True))
+        return dict(zip(inputs, _grad(vectors.dot(grads, vector), inputs.values()), strict=True))
+
+    return evaluate_then(problem, "train", w, problem.space.values(r), batch, vectors.clone(buffers), differentiate)
 
 
 def _central(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ Params = Vector
 #: ``loss(model, batch, hyper)``: one number, or one per example.
 Loss = Callable[[Any, Any, Values], Tensor]
 Which = Literal["train", "valid"]
+T = TypeVar("T")
 RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
 
 
@@ -100,6 +101,23 @@ def evaluate(
         buffers: Buffers to use; changes a layer makes to them (BatchNorm statistics) are written back into this
             dict. Left out, the model's own are used and such changes are thrown away.
     """
+    return evaluate_then(problem, which, params, values, batch, buffers, lambda loss: loss.mean())
+
+
+def evaluate_then(
+    problem: Problem,
+    which: Which,
+    params: Mapping[str, Tensor],
+    values: Values,
+    batch: Batch,
+    buffers: Params | None,
+    then: Callable[[Tensor], T],
+) -> T:
+    """What ``then`` makes of a loss, called while the weights being tried still stand in the model.
+
+    A model that computes parts of its forward pass again in the backward one (activation checkpointing) reads its
+    weights then: gradients must be taken here. ``then`` gets one number, or one number per example.
+    """
     if which == "train" and problem.space.sampled:
         values = _spread(problem.space, values, batch)
     call = problem._calls[which]
@@ -108,11 +126,13 @@ def evaluate(
         own = {**problem.buffers(), **own}
     tensors = {f"model.{name}": tensor for name, tensor in (*params.items(), *own.items())}
     with nullcontext() if which == "train" else _evaluation_mode(problem.model):
-        loss = functional_call(call, tensors, (batch, values), tie_weights=call.tied)
+        outcome: T = functional_call(
+            call, tensors, (batch, values, lambda loss: then(_checked(loss, which))), tie_weights=call.tied
+        )
     own = buffers or {}
     for name in own:  # a layer may have replaced a buffer rather than changed it in place
         own[name] = tensors[f"model.{name}"].detach()
-    return _mean(loss, which)
+    return outcome
 
 
 def examples(batch: Batch) -> int | None:
@@ -136,8 +156,8 @@ class _Call(nn.Module):
         every = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         self.tied = len(every) > len(list(self.named_parameters())) + len(list(self.named_buffers()))
 
-    def forward(self, batch: Batch, values: Values) -> Tensor:
-        return self.loss(self.model, batch, values)
+    def forward(self, batch: Batch, values: Values, then: Callable[[Any], Any]) -> Any:
+        return then(self.loss(self.model, batch, values))
 
 
 @contextmanager
@@ -181,7 +201,7 @@ def _spread(space: Space, values: Values, batch: Batch) -> Values:
     return spread
 
 
-def _mean(loss: Any, which: Which) -> Tensor:
+def _checked(loss: Any, which: Which) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"{which}_loss must return a tensor; got {type(loss).__name__}. Is a return missing?")
     if not loss.is_floating_point():
@@ -191,7 +211,7 @@ def _mean(loss: Any, which: Which) -> Tensor:
             f"{which}_loss must return one number, or one per example; got shape {tuple(loss.shape)}. "
             "Reduce the other dimensions, for instance with .mean(dim=1)"
         )
-    return loss if loss.ndim == 0 else loss.mean()
+    return loss
 
 
 def _parts(batch: Batch) -> Iterator[Any]:
