@@ -20,7 +20,7 @@ LAYERS = """
     solvers  perturb  responses
     method
     evaluation  result  preflight
-    methods.best_response  methods.implicit  methods.black_box
+    methods.adjoint  methods.best_response  methods.implicit  methods.black_box
     methods.catalog
     methods
     tune

@@ -4,7 +4,7 @@ from bestresponse import callbacks, functional, methods
 from bestresponse.gradients import curvature_product, mixed_product, train_gradient, valid_gradient
 from bestresponse.history import History
 from bestresponse.method import Alternate, Method, Metrics, Schedule, ThenTune
-from bestresponse.methods import BestResponse, BlackBox, Grid, Implicit, Random
+from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random
 from bestresponse.perturb import Box, Gaussian, Perturbation
 from bestresponse.problem import Problem, evaluate
 from bestresponse.responses import MLP, Linear, LowRank, Response
@@ -17,6 +17,7 @@ from bestresponse.tune import Event, tune
 
 __all__ = [
     "MLP",
+    "Adjoint",
     "Alternate",
     "Batches",
     "BestResponse",

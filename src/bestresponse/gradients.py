@@ -10,14 +10,14 @@ hypergradient works on a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bestresponse import vectors
-from bestresponse.problem import Batch, Params, Problem, evaluate, evaluate_then
+from bestresponse.problem import Batch, Params, Problem, T, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.vectors import Vector
 
@@ -36,16 +36,66 @@ def train_gradient(
     problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params, with_raw: bool = False
 ) -> Gradient:
     """∂L_T/∂w, and with ``with_raw`` also ∂L_T/∂raw, on one batch. Writes to ``buffers``."""
-    w = vectors.leaves(params)
-    r = vectors.leaves(raw) if with_raw else raw
-    inputs = [*w.values(), *(r.values() if with_raw else ())]
+    return _train(problem, params, raw, batch, buffers, list(raw) if with_raw else [])[0]
+
+
+def _train(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, buffers: Params, in_raw: Collection[str]
+) -> tuple[Gradient, Tensor]:
+    """The training gradient, in these leaves of raw too; and the loss as it is returned, one number an example."""
+    w, r = vectors.leaves(params), vectors.leaves({name: raw[name] for name in in_raw})
 
     def differentiate(loss: Tensor) -> tuple[Tensor, list[Tensor]]:
-        loss = loss.mean()
-        return loss.detach(), _grad(loss, inputs)
+        return loss.detach(), _grad(loss.mean(), [*w.values(), *r.values()])
 
-    loss, grads = evaluate_then(problem, "train", w, problem.space.values(r), batch, buffers, differentiate)
-    return Gradient(loss, dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=False)))
+    each, grads = evaluate_then(problem, "train", w, problem.space.values({**raw, **r}), batch, buffers, differentiate)
+    of_w, of_r = dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True))
+    return Gradient(each.mean(), of_w, of_r), each
+
+
+class Pair(NamedTuple):
+    """What two training gradients at w ± δp on one batch give.
+
+    Attributes:
+        loss: The training loss.
+        params: Their mean: ∂L_T/∂w.
+        curvature: Their difference: H p.
+        mixed: The difference in raw: (∂²L_T/∂raw∂w) p, for hypers that are not sampled.
+        slopes: The slope of each example's loss along p, ``(batch,)``; or of the one loss there is, ``()``.
+    """
+
+    loss: Tensor
+    params: Params
+    curvature: Params
+    mixed: Raw
+    slopes: Tensor
+
+
+def antithetic_pair(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, vector: Vector, delta: Tensor, *, buffers: Params
+) -> Pair:
+    """The training gradients at w ± δp with the same random numbers, and all that they tell. First order only.
+
+    ``raw`` may hold one value per example for a sampled hyper. Writes the mean of what both leave to ``buffers``.
+    """
+    differentiable = [leaf for leaf, (name, _, _) in problem.space.leaves.items() if name not in problem.space.sampled]
+    kept = [vectors.clone(buffers), vectors.clone(buffers)]
+
+    def at(sign: float, own: Params) -> tuple[Gradient, Tensor]:
+        return _train(problem, vectors.axpy(sign * delta, vector, params), raw, batch, own, differentiable)
+
+    (plus, each_plus), (minus, each_minus) = with_same_randomness(
+        [lambda: at(1.0, kept[0]), lambda: at(-1.0, kept[1])], problem.device
+    )
+    for name, buffer in buffers.items():
+        buffers[name] = (kept[0][name] + kept[1][name]) / 2 if buffer.is_floating_point() else kept[0][name]
+    return Pair(
+        (plus.loss + minus.loss) / 2,
+        {name: (part + minus.params[name]) / 2 for name, part in plus.params.items()},
+        {name: (part - minus.params[name]) / (2 * delta) for name, part in plus.params.items()},
+        {name: (part - minus.raw[name]) / (2 * delta) for name, part in plus.raw.items()},
+        (each_plus - each_minus) / (2 * delta),
+    )
 
 
 def train_gradients(
@@ -177,7 +227,7 @@ def _central(
     )
 
 
-def with_same_randomness(calls: Iterable[Callable[[], Gradient]], device: torch.device) -> list[Gradient]:
+def with_same_randomness(calls: Iterable[Callable[[], T]], device: torch.device) -> list[T]:
     """Run each call from the same state of torch's random generators, so that dropout masks agree."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -38,6 +38,8 @@ class Method(abc.ABC):
 
     #: Does the method need the derivative of the training loss in every hyper?
     needs_raw_gradient: ClassVar[bool] = False
+    #: If so: does it do without that of sampled hypers, given one loss per example?
+    regresses_sampled: ClassVar[bool] = False
     #: Is a loss that becomes NaN or infinite the method's own business, rather than the end of the run?
     survives_non_finite: ClassVar[bool] = False
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -56,3 +57,38 @@ class Updater:
             vector[name].grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+@final
+class Pace(NamedTuple):
+    """How an optimizer moves weights: by lr / D for each unit of a steady gradient.
+
+    Attributes:
+        lr: The present learning rate.
+        divisor: D: one number, or one a weight; ``None`` where the optimizer's state does not tell it, or not yet.
+        decay: The optimizer's own weight decay, as curvature that the training loss does not know of.
+    """
+
+    lr: float | Tensor
+    divisor: float | Tensor | None
+    decay: float | Tensor
+
+    @staticmethod
+    def of(optimizer: Optimizer, weight: Tensor) -> Pace:
+        """The pace of one tensor of weights, read from the optimizer's own state."""
+        group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+        state = optimizer.state.get(weight, {})
+        divisor: float | Tensor | None = None
+        if "exp_avg_sq" in state and "betas" in group:  # Adam and its family
+            second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+            divisor = (second / (1 - group["betas"][1] ** state["step"])).sqrt() + group["eps"]
+        elif "square_avg" in state and "acc_delta" not in state:  # RMSprop
+            divisor = state["square_avg"].sqrt() + group["eps"]
+        elif "sum" in state and "lr_decay" in group:  # Adagrad
+            divisor = state["sum"].sqrt() + group["eps"]
+        elif isinstance(optimizer, torch.optim.SGD):
+            divisor = (1 - group["momentum"]) / (1 - group["dampening"])
+        decay = group.get("weight_decay") or 0.0
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+        # A decoupled decay pulls by lr · decay · w, past the divisor: as curvature decay · D would.
+        return Pace(group["lr"], divisor, decay * divisor if decoupled and divisor is not None else decay)

@@ -31,12 +31,16 @@ class Gaussian(Perturbation):
         mean: ``None`` to follow the current hypers, or the fixed centre: one number, or one by the name of a leaf.
         clip: Draws outside ``(low, high)`` are moved to the nearer end.
         antithetic: Draw mirrored pairs, centre ± ε, which takes the odd orders out of the sampling noise.
+        learn: Let the method tune the scale too, one for each number, starting from ``scale``.
+        entropy: With ``learn``: the weight of the entropy that keeps the scale from shrinking to nothing.
     """
 
     scale: float | Mapping[str, float] = 0.1
     mean: float | Mapping[str, float] | None = None
     clip: tuple[float, float] | None = None
     antithetic: bool = False
+    learn: bool = False
+    entropy: float = 1e-3
 
     def __post_init__(self) -> None:
         scales = self.scale.values() if isinstance(self.scale, Mapping) else [self.scale]
@@ -54,6 +58,15 @@ class Gaussian(Perturbation):
             sample = centre + scale * _mirrored(torch.randn, leaf, count, generator, self.antithetic)
             drawn[name] = sample if self.clip is None else sample.clamp(*self.clip)
         return drawn
+
+    def scale_of(self, name: str, leaf: Tensor) -> Tensor:
+        """The scale of a leaf, as large as the leaf."""
+        return torch.full_like(leaf, _of(self.scale, name))
+
+    def noise(self, leaf: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Standard noise for ``count`` examples, ``(count, *leaf.shape)``; an odd one out has no mirror image."""
+        whole = count + count % 2 if self.antithetic else count
+        return _mirrored(torch.randn, leaf, whole, generator, self.antithetic)[:count]
 
 
 @final

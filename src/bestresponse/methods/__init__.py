@@ -1,8 +1,10 @@
 """The method families, and the papers' names for what they are made of."""
 
+from bestresponse.methods.adjoint import Adjoint
 from bestresponse.methods.best_response import BestResponse
 from bestresponse.methods.black_box import BlackBox, Grid, Random, Sampler, Trial
 from bestresponse.methods.catalog import (
+    adjoint,
     cross_validation,
     lorraine2018_global,
     lorraine2018_joint,
@@ -12,6 +14,7 @@ from bestresponse.methods.catalog import (
 from bestresponse.methods.implicit import Implicit
 
 __all__ = [
+    "Adjoint",
     "BestResponse",
     "BlackBox",
     "Grid",
@@ -19,6 +22,7 @@ __all__ = [
     "Random",
     "Sampler",
     "Trial",
+    "adjoint",
     "cross_validation",
     "lorraine2018_global",
     "lorraine2018_joint",

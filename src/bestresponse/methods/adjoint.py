@@ -1,0 +1,299 @@
+"""Track the adjoint: hypergradients from ordinary training gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Final, final
+
+import torch
+from torch import Tensor
+
+from bestresponse import vectors
+from bestresponse.gradients import Pair, antithetic_pair, train_gradient, valid_gradient
+from bestresponse.method import Alternate, Method, Metrics, Schedule
+from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater
+from bestresponse.perturb import Gaussian
+from bestresponse.problem import Batch, Params, Problem, examples
+from bestresponse.space import Raw
+from bestresponse.state import State
+from bestresponse.stream import Stream
+from bestresponse.vectors import Vector
+
+BETAS: Final = (0.9, 0.999)  # of the adjoint's moments, as in Adam
+
+
+@dataclass(kw_only=True)
+class AdjointState(State):
+    """Weights in training, their adjoint, and what has been gathered since raw last moved.
+
+    Attributes:
+        params: The weights.
+        params_updater: Their optimizer.
+        raw_updater: The optimizer of raw.
+        adjoint: p ≈ (H + damping)⁻¹ ∂L_V/∂w.
+        moments: First and second moment of the adjoint's own gradient.
+        squares: Mean squares of the training gradient, for weight optimizers that keep none themselves.
+        slope: ∂L_V/∂w, from the newest validation batch.
+        direct: ∂L_V/∂raw, likewise.
+        gathered: The sum of the hypergradients since raw moved, one a pair.
+        pairs: How many that are.
+        updates: Training updates so far.
+        tracked: Updates of the adjoint so far.
+        log_scale: Logarithms of the perturbations' scales, for sampled hypers.
+        log_scale_updater: Their optimizer, when they are learned.
+        scale_gathered: As ``gathered``, for the scales.
+    """
+
+    params: Params
+    params_updater: Updater
+    raw_updater: Updater
+    adjoint: Params
+    moments: list[Params]
+    squares: Params
+    slope: Params
+    direct: Raw
+    gathered: Raw
+    pairs: int = 0
+    updates: int = 0
+    tracked: int = 0
+    log_scale: Raw
+    log_scale_updater: Updater | None
+    scale_gathered: Raw
+
+
+@final
+@dataclass(frozen=True)
+class Adjoint(Method):
+    """Train the weights, and track the one vector that every hypergradient needs.
+
+    The hypergradient is ∂L_V/∂λ − (∂²L_T/∂λ∂w) p with the adjoint p = H⁻¹ ∂L_V/∂w: as large as the weights, however
+    many hypers there are, and slow to change. So p takes one stochastic step on ½pᵀ(H + ρ)p − pᵀ∂L_V/∂w for every
+    training update, and all that is needed of the training loss comes from one pair of ordinary gradients, at w ± δp
+    on one batch with the same random numbers: their mean trains the weights, their difference is Hp, and the
+    difference of the gradients in λ is the product above. No second derivative is taken anywhere.
+
+    The damping ρ = D / (lr · horizon) is made of the weight optimizer's own rate lr / D (for Adam D = √v). With it p is
+    the adjoint of about ``horizon`` more steps of that optimizer.
+
+    For a ``sampled`` hyper every example is trained at its own raw + σε, and its part of the hypergradient is the
+    regression of the examples' slopes along p on ε: no derivative in the hyper is needed.
+
+    Args:
+        horizon: Steps of the weight optimizer that a change of the hypers is followed for.
+        pair_every: Take the pair every so many training updates, and one plain gradient in between: cheaper, and the
+            adjoint follows more slowly.
+        valid_every: Pairs between two validation gradients.
+        perturb: For sampled hypers: the Gaussian that each example's raw is drawn from.
+        schedule: When to train and when to tune. The hypergradient is the mean over all pairs since the last change.
+        tracking: How fast the adjoint moves: its largest step, measured against that of the weights.
+        difference: ‖δp‖ as a part of ‖w‖.
+        optimizer: For the weights.
+        hyper_optimizer: For raw.
+        lr_schedule: Learning-rate schedule of ``optimizer``.
+        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``.
+        hyper_lr: Learning rates for single hypers, by name.
+    """
+
+    horizon: float = 100.0
+    pair_every: int = 1
+    valid_every: int = 2
+    perturb: Gaussian = Gaussian(1.0, antithetic=True)
+    schedule: Schedule = field(default_factory=partial(Alternate, train=10, warmup=300))
+    tracking: float = 3.0
+    difference: float = 1e-2
+    optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=1e-3)
+    # Gradients in raw may be tiny in themselves, as exp(λ) is for a small decay: Adam must not take them for zero.
+    hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=0.1, eps=1e-16)
+    lr_schedule: ScheduleFactory | None = None
+    hyper_lr_schedule: ScheduleFactory | None = None
+    hyper_lr: Mapping[str, float] | None = None
+    needs_raw_gradient: ClassVar[bool] = True
+    regresses_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("horizon", "pair_every", "valid_every", "tracking", "difference"):
+            value = getattr(self, name)
+            if not value > 0 or (name.endswith("every") and value != int(value)):
+                raise ValueError(
+                    f"{name} must be a {'whole ' if name.endswith('every') else ''}number above 0; got {value}"
+                )
+        if self.perturb.mean is not None:
+            raise ValueError("perturb must follow the hypers, so it takes no fixed mean: br.Gaussian(scale)")
+
+    def init(self, problem: Problem, *, seed: int = 0) -> AdjointState:
+        """The model's weights, the hypers at their starts, and an adjoint of zero."""
+        params = problem.params()
+        raw = problem.space.raw(dtype=problem.raw_dtype, device=problem.device)
+        sampled = {leaf: part for leaf, part in raw.items() if problem.space.leaves[leaf][0] in problem.space.sampled}
+        log_scale = {leaf: self.perturb.scale_of(leaf, part).log() for leaf, part in sampled.items()}
+        return AdjointState(
+            raw=raw,
+            buffers=problem.buffers(),
+            generator=torch.Generator(device=problem.device).manual_seed(seed),
+            params=params,
+            params_updater=Updater.of(params, self.optimizer, self.lr_schedule),
+            raw_updater=Updater.of(raw, self.hyper_optimizer, self.hyper_lr_schedule, self.hyper_lr),
+            adjoint=vectors.zeros_like(params),
+            moments=[vectors.zeros_like(params), vectors.zeros_like(params)],
+            squares={} if _keeps_its_pace(self.optimizer) else vectors.zeros_like(params),
+            slope=vectors.zeros_like(params),
+            direct=vectors.zeros_like(raw),
+            gathered=vectors.zeros_like(raw),
+            log_scale=log_scale,
+            log_scale_updater=Updater.of(log_scale, self.hyper_optimizer, self.hyper_lr_schedule)
+            if self.perturb.learn and log_scale
+            else None,
+            scale_gathered=vectors.zeros_like(log_scale),
+        )
+
+    def step(self, problem: Problem, state: AdjointState, train: Stream, valid: Stream) -> Metrics:
+        """Training updates, each with its pair, then a change of raw along the mean of their hypergradients."""
+        plan, metrics = self.schedule.plan(state.step), Metrics()
+        for _ in range(plan.train):
+            if state.updates % self.pair_every:
+                metrics.train_loss = self._train(problem, state, next(train))
+            else:
+                if (state.updates // self.pair_every) % self.valid_every == 0:
+                    metrics.valid_loss = self._look(problem, state, next(valid))
+                metrics.train_loss = self._train_and_track(problem, state, next(train))
+        if plan.tune and state.pairs:
+            state.raw_updater.update(state.raw, vectors.scale(1 / state.pairs, state.gathered))
+            if state.log_scale_updater is not None:
+                state.log_scale_updater.update(state.log_scale, vectors.scale(1 / state.pairs, state.scale_gathered))
+            metrics.moved = True
+        for part in (*state.gathered.values(), *state.scale_gathered.values()):
+            part.zero_()
+        state.pairs = 0
+        state.step += 1
+        return metrics
+
+    def params(self, problem: Problem, state: AdjointState) -> Params:
+        """The weights in training."""
+        return vectors.clone(state.params)
+
+    def _look(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
+        """The validation gradient at the present weights."""
+        loss, state.slope, state.direct = valid_gradient(problem, state.params, state.raw, batch, buffers=state.buffers)
+        state.cost.valid_batches += 1
+        state.cost.gradients += 1
+        return loss
+
+    def _train(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
+        """One ordinary training update."""
+        raw, _ = self._perturbed(state, batch)
+        gradient = train_gradient(problem, state.params, raw, batch, buffers=state.buffers)
+        self._update(state, gradient.params)
+        state.cost.train_batches += 1
+        state.cost.gradients += 1
+        return gradient.loss
+
+    def _train_and_track(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
+        """A training update from a pair; its differences move the adjoint, and estimate the hypergradient."""
+        raw, noise = self._perturbed(state, batch)
+        delta = self._difference(state)
+        pair = antithetic_pair(problem, state.params, raw, batch, state.adjoint, delta, buffers=state.buffers)
+        self._gather(state, pair, noise)
+        self._track(state, pair.curvature)
+        self._update(state, pair.params)
+        state.cost.train_batches += 1
+        state.cost.gradients += 2
+        return pair.loss
+
+    def hypergradient(
+        self, problem: Problem, state: AdjointState, train_batch: Batch, valid_batch: Batch
+    ) -> tuple[Tensor, Raw]:
+        """The validation loss on one batch, and the hypergradient with the present adjoint on one training batch."""
+        loss, _, direct = valid_gradient(problem, state.params, state.raw, valid_batch, buffers=state.buffers)
+        raw, noise = self._perturbed(state, train_batch)
+        buffers = vectors.clone(state.buffers)
+        pair = antithetic_pair(
+            problem, state.params, raw, train_batch, state.adjoint, self._difference(state), buffers=buffers
+        )
+        state.cost.train_batches += 1
+        state.cost.valid_batches += 1
+        state.cost.gradients += 3
+        return loss, vectors.axpy(-1.0, self._mixed(state, pair, noise), direct)
+
+    def _perturbed(self, state: AdjointState, batch: Batch) -> tuple[Raw, Raw]:
+        """Raw with each example's own draw of the sampled hypers; and the standard noise ε of the draws."""
+        if not state.log_scale:
+            return state.raw, {}
+        count = examples(batch) or 0
+        noise = {leaf: self.perturb.noise(state.raw[leaf], count, state.generator) for leaf in state.log_scale}
+        own = {leaf: state.raw[leaf] + state.log_scale[leaf].exp() * part for leaf, part in noise.items()}
+        return {**state.raw, **own}, noise
+
+    def _difference(self, state: AdjointState) -> Tensor:
+        """δ, without waiting for the device."""
+        w, p = vectors.norm(state.params), vectors.norm(state.adjoint)
+        return self.difference * torch.where(w > 0, w, 1.0) / p.clamp(min=torch.finfo(p.dtype).tiny ** 0.5)
+
+    def _mixed(self, state: AdjointState, pair: Pair, noise: Raw) -> Raw:
+        """(∂²L_T/∂raw∂w) p: the pair's own, and for sampled hypers the regression on their noise."""
+        mixed = dict(pair.mixed)
+        for leaf, part in noise.items():
+            mixed[leaf] = _regress(pair.slopes, part) / state.log_scale[leaf].exp()
+        return {leaf: mixed[leaf] for leaf in state.raw}
+
+    def _gather(self, state: AdjointState, pair: Pair, noise: Raw) -> None:
+        """Add one estimate of the hypergradient."""
+        for leaf, part in self._mixed(state, pair, noise).items():
+            state.gathered[leaf] += state.direct[leaf] - part
+        if self.perturb.learn:
+            for leaf, part in noise.items():
+                state.scale_gathered[leaf] -= _regress(pair.slopes, part.square() - 1) + self.perturb.entropy
+        state.pairs += 1
+
+    def _track(self, state: AdjointState, curvature: Vector) -> None:
+        """One step of Adam on ½pᵀ(H + ρ)p − pᵀ∂L_V/∂w.
+
+        Its gradient is multiplied by the weights' learning rate, which leaves Adam's steps as they are and gives no
+        infinity where a schedule brings that rate to zero. The step size is the one with which the weights would move
+        if their gradient were ∂L_V/∂w: a unit in which no scale of losses, weights or layers is left.
+        """
+        if state.updates == 0:
+            return  # the optimizer knows nothing of its own pace yet
+        state.tracked += 1
+        correct1, correct2 = (1 - beta**state.tracked for beta in BETAS)
+        for name, p in state.adjoint.items():
+            lr, divisor, decay = self._pace(state, name)
+            slope, first, second = state.slope[name], state.moments[0][name], state.moments[1][name]
+            gradient = lr * (curvature[name] + decay * p - slope) + divisor * p / self.horizon
+            first.lerp_(gradient, 1 - BETAS[0])
+            second.lerp_(gradient.square(), 1 - BETAS[1])
+            force = lr * _root_mean_square(slope)
+            direction = (first / correct1) / ((second / correct2).sqrt() + 1e-8 * force + torch.finfo(p.dtype).tiny)
+            p.sub_(self.tracking * force / _root_mean_square(divisor) * direction)
+
+    def _update(self, state: AdjointState, gradient: Params) -> None:
+        """Move the weights."""
+        state.params_updater.update(state.params, gradient)
+        state.updates += 1
+        for name, square in state.squares.items():
+            square.lerp_(gradient[name].square(), 1 - BETAS[1])
+
+    def _pace(self, state: AdjointState, name: str) -> tuple[float | Tensor, Tensor, float | Tensor]:
+        """The weight optimizer's rate, divisor and decay; the divisor is estimated where the optimizer has none."""
+        lr, divisor, decay = Pace.of(state.params_updater.optimizer, state.params[name])
+        if divisor is None:
+            divisor = (state.squares[name] / (1 - BETAS[1] ** state.updates)).sqrt()
+        return lr, torch.as_tensor(divisor, device=state.params[name].device), decay
+
+
+def _regress(slopes: Tensor, noise: Tensor) -> Tensor:
+    """mean_i (slopeᵢ − mean slope) noiseᵢ: ``(batch,)`` and ``(batch, *shape)`` to ``shape``."""
+    return torch.tensordot(slopes - slopes.mean(), noise, dims=1) / len(slopes)
+
+
+def _root_mean_square(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()
+
+
+def _keeps_its_pace(optimizer: OptimizerFactory) -> bool:
+    """Does this optimizer's own state tell how it moves weights? Found out by one step on two times two weights."""
+    probe = {"": torch.zeros(2, 2)}
+    updater = Updater.of(probe, optimizer)
+    updater.update(probe, {"": torch.ones(2, 2)})
+    return Pace.of(updater.optimizer, probe[""]).divisor is not None
