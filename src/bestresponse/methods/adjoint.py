@@ -29,8 +29,10 @@ class AdjointState(State):
     """Weights in training, their adjoint, and what has been gathered since raw last moved.
 
     Attributes:
-        params: The weights.
-        params_updater: Their optimizer.
+        params: The weights in training.
+        averaged: Their running mean, which is deployed; empty where the weights in training are.
+        live_buffers: The buffers that belong to the weights in training; ``buffers`` belong to what is deployed.
+        params_updater: The optimizer of the weights.
         raw_updater: The optimizer of raw.
         adjoint: p ≈ (H + damping)⁻¹ ∂L_V/∂w.
         moments: First and second moment of the adjoint's own gradient.
@@ -47,6 +49,8 @@ class AdjointState(State):
     """
 
     params: Params
+    averaged: Params
+    live_buffers: Params
     params_updater: Updater
     raw_updater: Updater
     adjoint: Params
@@ -85,6 +89,8 @@ class Adjoint(Method):
         pair_every: Take the pair every so many training updates, and one plain gradient in between: cheaper, and the
             adjoint follows more slowly.
         valid_every: Pairs between two validation gradients.
+        average: Deploy the mean of the weights over about so many last updates, which takes out the noise that a
+            constant learning rate leaves in them; 1 to deploy the weights as they are.
         perturb: For sampled hypers: the Gaussian that each example's raw is drawn from.
         schedule: When to train and when to tune. The hypergradient is the mean over all pairs since the last change.
         tracking: How fast the adjoint moves: its largest step, measured against that of the weights.
@@ -98,7 +104,8 @@ class Adjoint(Method):
 
     horizon: float = 100.0
     pair_every: int = 1
-    valid_every: int = 2
+    valid_every: int = 5
+    average: int = 100
     perturb: Gaussian = Gaussian(1.0, antithetic=True)
     schedule: Schedule = field(default_factory=partial(Alternate, train=10, warmup=300))
     tracking: float = 3.0
@@ -113,12 +120,11 @@ class Adjoint(Method):
     regresses_sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("horizon", "pair_every", "valid_every", "tracking", "difference"):
+        for name in ("horizon", "pair_every", "valid_every", "average", "tracking", "difference"):
             value = getattr(self, name)
-            if not value > 0 or (name.endswith("every") and value != int(value)):
-                raise ValueError(
-                    f"{name} must be a {'whole ' if name.endswith('every') else ''}number above 0; got {value}"
-                )
+            whole = name in ("pair_every", "valid_every", "average")
+            if not value > 0 or (whole and value != int(value)):
+                raise ValueError(f"{name} must be a {'whole ' if whole else ''}number above 0; got {value}")
         if self.perturb.mean is not None:
             raise ValueError("perturb must follow the hypers, so it takes no fixed mean: br.Gaussian(scale)")
 
@@ -131,8 +137,10 @@ class Adjoint(Method):
         return AdjointState(
             raw=raw,
             buffers=problem.buffers(),
+            live_buffers=problem.buffers(),
             generator=torch.Generator(device=problem.device).manual_seed(seed),
             params=params,
+            averaged=vectors.clone(params) if self.average > 1 else {},
             params_updater=Updater.of(params, self.optimizer, self.lr_schedule),
             raw_updater=Updater.of(raw, self.hyper_optimizer, self.hyper_lr_schedule, self.hyper_lr),
             adjoint=vectors.zeros_like(params),
@@ -170,12 +178,12 @@ class Adjoint(Method):
         return metrics
 
     def params(self, problem: Problem, state: AdjointState) -> Params:
-        """The weights in training."""
-        return vectors.clone(state.params)
+        """The averaged weights."""
+        return vectors.clone(state.averaged or state.params)
 
     def _look(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """The validation gradient at the present weights."""
-        loss, state.slope, state.direct = valid_gradient(problem, state.params, state.raw, batch, buffers=state.buffers)
+        loss, state.slope, state.direct = valid_gradient(problem, state.params, state.raw, batch, buffers=state.live_buffers)
         state.cost.valid_batches += 1
         state.cost.gradients += 1
         return loss
@@ -183,7 +191,7 @@ class Adjoint(Method):
     def _train(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """One ordinary training update."""
         raw, _ = self._perturbed(state, batch)
-        gradient = train_gradient(problem, state.params, raw, batch, buffers=state.buffers)
+        gradient = train_gradient(problem, state.params, raw, batch, buffers=state.live_buffers)
         self._update(state, gradient.params)
         state.cost.train_batches += 1
         state.cost.gradients += 1
@@ -193,7 +201,7 @@ class Adjoint(Method):
         """A training update from a pair; its differences move the adjoint, and estimate the hypergradient."""
         raw, noise = self._perturbed(state, batch)
         delta = self._difference(state)
-        pair = antithetic_pair(problem, state.params, raw, batch, state.adjoint, delta, buffers=state.buffers)
+        pair = antithetic_pair(problem, state.params, raw, batch, state.adjoint, delta, buffers=state.live_buffers)
         self._gather(state, pair, noise)
         self._track(state, pair.curvature)
         self._update(state, pair.params)
@@ -205,9 +213,9 @@ class Adjoint(Method):
         self, problem: Problem, state: AdjointState, train_batch: Batch, valid_batch: Batch
     ) -> tuple[Tensor, Raw]:
         """The validation loss on one batch, and the hypergradient with the present adjoint on one training batch."""
-        loss, _, direct = valid_gradient(problem, state.params, state.raw, valid_batch, buffers=state.buffers)
+        loss, _, direct = valid_gradient(problem, state.params, state.raw, valid_batch, buffers=state.live_buffers)
         raw, noise = self._perturbed(state, train_batch)
-        buffers = vectors.clone(state.buffers)
+        buffers = vectors.clone(state.live_buffers)
         pair = antithetic_pair(
             problem, state.params, raw, train_batch, state.adjoint, self._difference(state), buffers=buffers
         )
@@ -271,6 +279,14 @@ class Adjoint(Method):
         """Move the weights."""
         state.params_updater.update(state.params, gradient)
         state.updates += 1
+        weight = 1 / min(state.updates, self.average)
+        for name, mean in state.averaged.items():
+            mean.lerp_(state.params[name], weight)
+        for name, buffer in state.live_buffers.items():
+            if buffer.is_floating_point():
+                state.buffers[name].lerp_(buffer, weight)
+            else:
+                state.buffers[name].copy_(buffer)
         for name, square in state.squares.items():
             square.lerp_(gradient[name].square(), 1 - BETAS[1])
 
