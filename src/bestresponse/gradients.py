@@ -46,11 +46,11 @@ def _train(
     w, r = vectors.leaves(params), vectors.leaves({name: raw[name] for name in in_raw})
 
     def differentiate(loss: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return loss.detach(), _grad(loss.mean(), [*w.values(), *r.values()])
+        return loss.detach(), _grad(_mean(loss), [*w.values(), *r.values()])
 
     each, grads = evaluate_then(problem, "train", w, problem.space.values({**raw, **r}), batch, buffers, differentiate)
     of_w, of_r = dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True))
-    return Gradient(each.mean(), of_w, of_r), each
+    return Gradient(_mean(each), of_w, of_r), each
 
 
 class Pair(NamedTuple):
@@ -238,6 +238,11 @@ def with_same_randomness(calls: Iterable[Callable[[], T]], device: torch.device)
             torch.cuda.set_rng_state(cuda, device)
         results.append(call())
     return results
+
+
+def _mean(loss: Tensor) -> Tensor:
+    """One number, without work where it is one already."""
+    return loss.mean() if loss.ndim else loss
 
 
 def _grad(output: Tensor, inputs: Iterable[Tensor], create_graph: bool = False) -> list[Tensor]:

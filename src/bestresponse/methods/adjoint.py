@@ -183,7 +183,9 @@ class Adjoint(Method):
 
     def _look(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """The validation gradient at the present weights."""
-        loss, state.slope, state.direct = valid_gradient(problem, state.params, state.raw, batch, buffers=state.live_buffers)
+        loss, state.slope, state.direct = valid_gradient(
+            problem, state.params, state.raw, batch, buffers=state.live_buffers
+        )
         state.cost.valid_batches += 1
         state.cost.gradients += 1
         return loss
