@@ -114,4 +114,32 @@ CASES = [
         ridge=Ends(excess=1e-3, distance=1e-3),
         quadratic=None,
     ),
+    Case(
+        "adjoint",
+        br.methods.adjoint(
+            horizon=1e4,
+            schedule=br.Alternate(train=2, warmup=10),
+            optimizer=partial(Adam, lr=3e-2),
+            hyper_optimizer=partial(Adam, lr=3e-2),
+        ),
+        steps=700,
+        ridge=Ends(excess=1e-3, distance=0.01),
+        quadratic=Ends(excess=1e-5, distance=1e-3),
+        short=br.methods.adjoint(schedule=br.Alternate(train=2, warmup=4), average=5),
+    ),
+    Case(
+        "adjoint sparse, SGD",
+        br.methods.adjoint(
+            horizon=1e4,
+            pair_every=2,
+            valid_every=1,
+            average=10,
+            schedule=br.Alternate(train=4, warmup=10),
+            optimizer=partial(SGD, lr=0.1, momentum=0.5),
+            hyper_optimizer=partial(Adam, lr=3e-2),
+        ),
+        steps=400,
+        ridge=Ends(excess=0.01, distance=0.02),
+        quadratic=Ends(excess=1e-5, distance=2e-3),
+    ),
 ]
