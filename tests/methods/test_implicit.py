@@ -56,26 +56,15 @@ def at(method: br.Implicit, known: Quadratic | Ridge, raw: dict[str, Tensor], we
 
 @final
 @dataclass(frozen=True)
-class Dense(br.Solver):
-    """The whole matrix, one product a column, and an exact solution."""
-
-    def solve(self, product, b):
-        count = vectors.numel(b)
-        columns = [vectors.flatten(product(vectors.unflatten(row, b))) for row in torch.eye(count)]
-        return vectors.unflatten(torch.linalg.solve(torch.stack(columns, 1), vectors.flatten(b)), b)
-
-
-@final
-@dataclass(frozen=True)
 class Wasteful(br.Solver):
     """The identity, after some products for nothing."""
 
     count: int
 
-    def solve(self, product, b):
+    def solve(self, product, b, turn):
         for _ in range(self.count):
             product(b)
-        return b
+        return br.Solution(b)
 
 
 # The hypergradient
@@ -103,7 +92,7 @@ def test_t1_t2_on_ridge_is_its_closed_form(products, weights, examples, seed):
 def test_with_an_exact_solver_it_is_the_true_hypergradient_of_ridge(products, seed):
     known = Ridge(seed=seed)
     raw = {"decay.weight": normal(seed + 1, 1, 5)}
-    method = br.Implicit(Dense(), products=products)
+    method = br.Implicit(br.Dense(), products=products)
     state = at(method, known, raw, known.best_response(raw))
     _, hypergradient = method.hypergradient(known.problem, state, (known.x, known.y), (known.xv, known.yv))
     close(hypergradient["decay.weight"][0], known.hypergradient(raw), 100 * tolerance(products))
@@ -159,7 +148,7 @@ def one_weight(square) -> tuple[br.Problem, Tensor, Tensor]:
 
 
 @products
-@pytest.mark.parametrize("solver", [br.Identity(), Dense()], ids=repr)
+@pytest.mark.parametrize("solver", [br.Identity(), br.Dense()], ids=repr)
 def test_products_are_taken_on_the_training_batch_and_the_slope_on_the_validation_batch(solver, products):
     problem, train, valid = one_weight(torch.square)
     method = br.Implicit(solver, products=products)
@@ -282,7 +271,7 @@ def test_t1_t2_ends_on_the_quadratic_at_its_biased_fixed_point(products):
 
 def test_with_an_exact_solver_it_ends_at_the_optimum_of_the_quadratic():
     known = Quadratic()
-    method = br.Implicit(Dense(), optimizer=partial(SGD, lr=0.3), hyper_optimizer=partial(SGD, lr=0.1))
+    method = br.Implicit(br.Dense(), optimizer=partial(SGD, lr=0.3), hyper_optimizer=partial(SGD, lr=0.1))
     result = br.tune(known.problem, method, known.train, known.valid, steps=400)
     error = max(1e-9, 10 * tolerance("exact"))
     assert float((result.raw["shift"] - known.best_raw).norm()) < error
