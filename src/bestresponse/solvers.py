@@ -122,7 +122,7 @@ class Neumann(Solver):
             products + self.terms,
             f"The Neumann series diverges: after {self.terms} terms ‖b − Hx‖ is {last / length:.3g} times ‖b‖; it is "
             f"used up to its best term, with {lowest / length:.3g}. Lower lr = {self.lr:g}, which must be below "
-            "2 / (largest curvature)",
+            "2 / (largest curvature); where curvature is negative, take fewer terms or average over more batches",
         )
 
 
@@ -134,9 +134,9 @@ class CG(Solver):
     Hestenes and Stiefel 1952. With a falling tolerance and a start it is the solver of Pedregosa 2016,
     https://arxiv.org/abs/1602.02355.
 
-    Along a direction of negative curvature there is no solution to move to: the steps end there, and x is what was
-    found before it. A residual larger than ‖b‖ is said too, and x is kept: for positive curvature every step has
-    brought it closer to the solution, in the norm of H, even so. Every step reads two numbers from the device.
+    Along a direction of negative curvature there is no solution to move to: the steps end there. Then, and where the
+    residual ends above ‖b‖, x is the iterate with the smallest residual so far. Every step waits for the device once,
+    to read the curvature and the residual.
 
     Args:
         steps: At most so many, each with one product. A start costs one product more.
@@ -167,7 +167,7 @@ class CG(Solver):
         whole, now = torch.stack([vectors.dot(b, b), square]).tolist()
         if simple := _simple(b, whole, products):
             return simple
-        trouble = ""
+        trouble, best, least = "", (x, residual), now
         for step in range(self.steps):
             if now <= tolerance**2 * whole:
                 break
@@ -183,11 +183,15 @@ class CG(Solver):
             x = vectors.axpy(rate, direction, x)
             direction = vectors.axpy(next_square / square, direction, next_residual)
             residual, square, now = next_residual, next_square, after
+            if now <= least:
+                best, least = (x, residual), now
         if not trouble and now > whole:
             trouble = (
                 f"After {products} products of conjugate gradients ‖b − (H + damping) x‖ is "
                 f"{math.sqrt(now / whole):.3g} times ‖b‖. Give more steps than {self.steps}, or a damping"
             )
+        if trouble:
+            x, residual = best
         return Solution(x, _size(vectors.axpy(self.damping, x, residual), b)[0], products, trouble)
 
     def _wrong(self, step: int, bend: float, after: float, length: float) -> str:
