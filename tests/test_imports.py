@@ -23,7 +23,7 @@ LAYERS = """
     methods.adjoint  methods.best_response  methods.implicit  methods.black_box
     methods.catalog
     methods
-    tune
+    tune  audit
     callbacks  testing.known
     testing.contract
     testing

@@ -1,6 +1,7 @@
 """Tune every continuous hyperparameter of a PyTorch model inside one training run."""
 
 from bestresponse import callbacks, functional, methods
+from bestresponse.audit import Audit, audit
 from bestresponse.gradients import curvature_product, mixed_product, train_gradient, valid_gradient
 from bestresponse.history import History
 from bestresponse.hypergradient import hypergradient
@@ -22,6 +23,7 @@ __all__ = [
     "MLP",
     "Adjoint",
     "Alternate",
+    "Audit",
     "Batches",
     "BestResponse",
     "BlackBox",
@@ -58,6 +60,7 @@ __all__ = [
     "ThenTune",
     "Tolerance",
     "Turn",
+    "audit",
     "callbacks",
     "curvature_product",
     "evaluate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -47,10 +47,9 @@ class Linearization:
         self.problem, self.params, self.raw, self.buffers = problem, params, raw, buffers
         self.gradients = 0  # what the products have cost so far
         self._products = products
-        self._batches = batches
-        sizes = [examples(batch) or 1 for batch in batches]
-        self._weights = [size / sum(sizes) for size in sizes]
-        self._seeds = torch.randint(2**62, (len(batches),), device="cpu").tolist()
+        self._weights = _weights(batches)
+        seeds = torch.randint(2**62, (len(batches),), device="cpu").tolist()
+        self._fixed = list(zip(batches, seeds, strict=True))
 
     def curvature(self, vector: Vector) -> Vector:
         """H v, with H = ∂²L_T/∂w²."""
@@ -61,16 +60,14 @@ class Linearization:
         return self._mean(mixed_product, vector)
 
     def _mean(self, product: Callable[..., Vector], vector: Vector) -> Vector:
-        self.gradients += 2 * len(self._batches)
-        mean: Vector | None = None
-        for batch, weight, seed in zip(self._batches, self._weights, self._seeds, strict=True):
-            with _seeded(seed, self.problem.device):
-                part = product(
-                    self.problem, self.params, self.raw, batch, vector, buffers=self.buffers, products=self._products
-                )
-            part = vectors.scale(weight, part) if weight < 1 else part
-            mean = part if mean is None else vectors.axpy(1.0, part, mean)
-        return mean or {}
+        self.gradients += 2 * len(self._fixed)
+        return _mean(self._weights, (self._on(batch, seed, product, vector) for batch, seed in self._fixed))
+
+    def _on(self, batch: Batch, seed: int, product: Callable[..., Vector], vector: Vector) -> Vector:
+        with _seeded(seed, self.problem.device):
+            return product(
+                self.problem, self.params, self.raw, batch, vector, buffers=self.buffers, products=self._products
+            )
 
 
 class Hypergradient(NamedTuple):
@@ -87,9 +84,15 @@ class Hypergradient(NamedTuple):
     solution: Solution
 
 
-def implicit_hypergradient(at: Linearization, solver: Solver, valid_batch: Batch, turn: Turn) -> Hypergradient:
-    """∂L_V/∂raw − (∂²L_T/∂raw∂w) x, where x solves H x = ∂L_V/∂w."""
-    loss, b, direct = valid_gradient(at.problem, at.params, at.raw, valid_batch, buffers=at.buffers)
+def implicit_hypergradient(
+    at: Linearization, solver: Solver, valid_batches: Sequence[Batch], turn: Turn
+) -> Hypergradient:
+    """∂L_V/∂raw − (∂²L_T/∂raw∂w) x, where x solves H x = ∂L_V/∂w, with L_V averaged over these batches."""
+    each = [valid_gradient(at.problem, at.params, at.raw, batch, buffers=at.buffers) for batch in valid_batches]
+    weights = _weights(valid_batches)
+    loss = _mean(weights, [{"": one.loss} for one in each])[""]
+    b = _mean(weights, [one.params for one in each])
+    direct = _mean(weights, [one.raw for one in each])
     solution = solver.solve(at.curvature, b, turn)
     if not isinstance(solution, Solution):
         raise TypeError(f"a solver returns br.Solution(x); {type(solver).__name__} returned {type(solution).__name__}")
@@ -146,8 +149,24 @@ def hypergradient(
         buffers=problem.buffers() if buffers is None else buffers,
         products=products,
     )
-    found = implicit_hypergradient(place, solver or CG(), valid_batch, turn or Turn())
+    found = implicit_hypergradient(place, solver or CG(), [valid_batch], turn or Turn())
     return found._replace(gradient=natural.space.values(found.gradient))
+
+
+def _weights(batches: Sequence[Batch]) -> list[float]:
+    """How much each batch counts: by its examples."""
+    sizes = [examples(batch) or 1 for batch in batches]
+    return [size / sum(sizes) for size in sizes]
+
+
+def _mean(weights: Sequence[float], parts: Iterable[Vector]) -> Vector:
+    total: Vector | None = None
+    for weight, part in zip(weights, parts, strict=True):
+        part = part if weight == 1 else vectors.scale(weight, part)
+        total = part if total is None else vectors.axpy(1.0, part, total)
+    if total is None:
+        raise ValueError("at least one batch is needed")
+    return total
 
 
 def _natural(problem: Problem, values: Values) -> Problem:

@@ -126,7 +126,7 @@ CASES = [
         steps=200,
         ridge=Ends(excess=1e-6, distance=1e-6),
         quadratic=Ends(excess=1e-6, distance=1e-6),
-        short=br.methods.hoag2016(damping=5.0),  # the net is not trained, and its curvature negative
+        short=br.methods.hoag2016(steps=3, damping=5.0),  # the net is not trained, and its curvature negative
     ),
     Case(
         "conjugate gradients, central, two batches",
@@ -134,7 +134,7 @@ CASES = [
         steps=200,
         ridge=Ends(excess=1e-6, distance=1e-6),
         quadratic=Ends(excess=1e-6, distance=1e-6),
-        short=br.Implicit(br.CG(5, 5.0), products="central", batches=2),
+        short=br.Implicit(br.CG(2, 5.0), products="central", batches=2),
     ),
     Case(
         "lorraine2020",
@@ -142,7 +142,7 @@ CASES = [
         steps=200,
         ridge=Ends(excess=1e-6, distance=1e-6),
         quadratic=Ends(excess=1e-6, distance=1e-6),
-        short=br.methods.lorraine2020(5, lr=0.01, warm_start=True),
+        short=br.methods.lorraine2020(2, lr=0.01, warm_start=True),
     ),
     Case(
         "hataya2023",
@@ -150,6 +150,6 @@ CASES = [
         steps=200,
         ridge=Ends(excess=1e-6, distance=1e-6),
         quadratic=Ends(excess=1e-6, distance=1e-6),
-        short=br.methods.hataya2023(10, damping=5.0),
+        short=br.methods.hataya2023(3, damping=5.0),
     ),
 ]

@@ -159,7 +159,7 @@ class Implicit(Method):
             problem, state.params, state.raw, train_batches, buffers=state.buffers, products=self.products
         )
         start = state.x if self.warm_start and state.solves else None
-        found = implicit_hypergradient(at, self.solver, valid_batch, Turn(state.solves, start, state.generator))
+        found = implicit_hypergradient(at, self.solver, [valid_batch], Turn(state.solves, start, state.generator))
         state.cost.valid_batches += 1
         state.cost.train_batches += len(train_batches)
         state.cost.gradients += 1 + at.gradients
