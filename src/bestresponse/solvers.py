@@ -220,7 +220,8 @@ class Nystrom(Solver):
 
     Args:
         rank: How many columns, drawn anew each time.
-        damping: Above 0. About the curvature that is left outside the sketch.
+        damping: Above 0. About the curvature that is left outside the sketch; in float32 not below a millionth of the
+            largest curvature, where rounding is multiplied by the ratio of the two.
     """
 
     rank: int = 20
