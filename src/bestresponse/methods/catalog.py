@@ -86,7 +86,7 @@ def hoag2016(*, steps: int = 20, damping: float = 0.0, tolerance: Tolerance | No
 
     dL_V/dλ = ∂L_V/∂λ − (∂²L_T/∂λ∂w) x with ‖∂L_V/∂w − Hx‖ ≤ εₖ ‖∂L_V/∂w‖ and εₖ falling; with ``train_tolerance`` the
     training updates of a step end at such a tolerance too. Use it where training is smooth, convex or nearly so, and
-    batches are large. Costs at most 2 · ``steps`` + 7 gradients a step. Memory: five more vectors as large as the
+    batches are large. Costs at most 2 · ``steps`` + 6 gradients a step. Memory: seven more vectors as large as the
     weights. Pedregosa 2016, https://arxiv.org/abs/1602.02355, where tolerances are absolute, and hypers move by
     gradient descent with a step size found from the progress.
 
@@ -105,7 +105,7 @@ def lorraine2020(terms: int = 20, *, lr: float = 0.1, **parts: Any) -> Implicit:
 
     dL_V/dλ ≈ ∂L_V/∂λ − (∂²L_T/∂λ∂w) lr Σₖ (1 − lr H)ᵏ ∂L_V/∂w, k ≤ ``terms``: what ``terms`` + 1 more updates of SGD
     would make of it. Use it for millions of hypers and large models. Costs 2 · ``terms`` + 4 gradients a step. Memory:
-    three more vectors as large as the weights. Lorraine, Vicol and Duvenaud 2020, https://arxiv.org/abs/1911.02590.
+    four more vectors as large as the weights. Lorraine, Vicol and Duvenaud 2020, https://arxiv.org/abs/1911.02590.
 
     Args:
         terms: Of the series after the first; with 0 it is T1–T2.
