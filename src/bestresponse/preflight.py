@@ -28,10 +28,10 @@ def check(
 ) -> None:
     """Try all losses and loaders on one batch each; raise what a user can act on. Nothing is left changed."""
     for name in problem.space:
-        if name in COLUMNS:
+        if name in (taken := (*COLUMNS, *method.extras)):
             raise ValueError(
                 f"hyper {name!r} has the name of a column that every history has: give it another. Taken are "
-                f"{', '.join(COLUMNS)}"
+                f"{', '.join(taken)}"
             )
     for stream in (train, valid, *watched):
         if getattr(stream.data, "persistent_workers", False):
