@@ -551,7 +551,7 @@ def test_a_net_needs_weights_to_tune():
         br.Net(nn.ReLU())
     with pytest.raises(ValueError, match="Linear has none"):
         br.Net(nn.Linear(1, 1).requires_grad_(False))
-    with pytest.raises(TypeError, match="a Net needs a torch.nn.Module; got 3"):
+    with pytest.raises(TypeError, match=r"a Net needs a torch.nn.Module; got 3"):
         br.Net(3)
     with pytest.raises(TypeError, match="prior must be a function of a raw tensor, or None; got 1"):
         br.Net(nn.Linear(1, 1), prior=1)

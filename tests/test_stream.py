@@ -355,6 +355,20 @@ def test_an_empty_loader_is_refused_by_its_name(data, use):
         use(br.Stream(data(), name="calibration"))
 
 
+def test_what_can_be_read_only_once_is_found_out_at_its_end():
+    class Once:
+        def __init__(self):
+            self.batches = iter([1, 2])
+
+        def __iter__(self):
+            return self.batches
+
+    stream = br.Stream(Once(), name="calibration")
+    assert [next(stream), stream.peek(), next(stream)] == [1, 2, 2]
+    with pytest.raises(ValueError, match=r"calibration gave no batch when it was iterated again: .* read only once"):
+        next(stream)
+
+
 def test_a_batch_may_be_none():
     data = ["first", None, "last"]
     stream = br.Stream(data)
@@ -426,10 +440,29 @@ def test_the_order_does_not_depend_on_the_default_device(device, shuffle, defaul
         (lambda: br.Batches(size=3), "Batches needs at least one tensor"),
         (lambda: br.Batches(torch.zeros(3), torch.zeros(4), size=3), r"equal first dimensions; got \[3, 4\]"),
         (lambda: br.Batches(torch.zeros(3), size=0), "size must be at least 1; got 0"),
+        (
+            lambda: br.Batches(torch.zeros(3), torch.zeros(3, device="meta"), size=1),
+            "must be on one device; got .*meta",
+        ),
     ],
 )
 def test_batches_refuse(make, message):
     with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.Batches([1, 2], size=1), "Batches needs tensors .*; got list"),
+        (lambda: br.Batches(torch.zeros(3), np.zeros(3), size=1), "Batches needs tensors .*; got ndarray"),
+        (lambda: br.Batches(TensorDataset(torch.zeros(3)), size=1), "got TensorDataset.*need a DataLoader"),
+        (lambda: br.Batches(torch.zeros(()), size=1), "first dimension counts the examples; got a number"),
+        (lambda: br.Batches(torch.zeros(3), size=1.5), "size must be a whole number; got 1.5"),
+    ],
+)
+def test_batches_refuse_what_is_of_another_type(make, message):
+    with pytest.raises(TypeError, match=message):
         make()
 
 

@@ -327,10 +327,25 @@ def test_a_response_far_larger_than_any_machine_is_refused_with_its_size():
         ({"perturb": None, "samples": 2}, "without perturb all samples are the same; use samples=1, not 2"),
         ({"perturb": br.Gaussian(antithetic=True), "samples": 3}, "samples must be even; got 3"),
         ({"perturb": br.Box(-1, 1, antithetic=True)}, "samples must be even; got 1"),
+        ({"perturb": br.Gaussian(learn=True)}, "does not learn the scale of its perturb"),
     ],
 )
 def test_a_best_response_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
+        br.BestResponse(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"response": "linear"}, r"response must be a Recipe, such as br.Linear\(\); got 'linear'$"),
+        ({"response": br.LowRank}, r"response must be a Recipe.*Call it: LowRank\(\.\.\.\)"),
+        ({"perturb": 0.1}, r"perturb must be a Perturbation, such as br.Gaussian\(0.1\), or None; got 0.1"),
+        ({"schedule": 5}, r"schedule must be a Schedule, such as br.Alternate\(\); got 5"),
+    ],
+)
+def test_a_best_response_refuses_what_is_of_another_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
         br.BestResponse(**arguments)
 
 
