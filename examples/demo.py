@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="training updates of the plain run")
     parser.add_argument("--figure", type=Path, default=Path("runs/demo.png"))
     options = parser.parse_args()
+    torch.set_num_threads(1)  # for a model this small more threads wait for one another, on a busy machine for minutes
 
     data = load()
     pixels = data.images.train_x.shape[1]
@@ -157,7 +158,7 @@ def draw(results: dict[str, br.Result], path: Path) -> None:
         axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(3))
     axes["valid"].set(ylabel="mean squared error")
     axes["test"].set(yticklabels=[])
-    axes["test"].legend(loc="upper right", fontsize=8)
+    axes["test"].legend(loc="lower right", fontsize=8)
 
     decay = list(results.values())[-1].values["decay"]["weight"].log10()  # (10, pixels)
     side = int(decay.shape[1] ** 0.5)
