@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -464,6 +465,28 @@ def test_batches_refuse(make, message):
 def test_batches_refuse_what_is_of_another_type(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+# Ctrl-C
+
+
+class Deafness(Dataset):
+    """Does the process that loads an example hear a Ctrl-C?"""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs the masks of signals")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_do_not_hear_a_ctrl_c_that_the_loop_waits_with(start):
+    loader = DataLoader(Deafness(), batch_size=2, num_workers=1, multiprocessing_context=start)
+    with torch.device("cpu"):
+        assert next(br.Stream(loader)).tolist() == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 # Devices

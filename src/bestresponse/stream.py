@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import numbers
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, Final, final
 
 import torch
@@ -189,7 +192,7 @@ class Stream:
         for owner in _owners(self.data):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(pass_number)
-        with self._random.swapped_in():
+        with self._random.swapped_in(), _deaf_workers(self.data):
             return iter(self.data)
 
     def _from(self, iterator: Iterator[Batch]) -> tuple[Batch] | None:
@@ -279,6 +282,22 @@ class _RandomState:
 def _require_whole(size: object) -> None:
     if not isinstance(size, numbers.Integral):
         raise TypeError(f"size must be a whole number; got {size!r}")
+
+
+@contextmanager
+def _deaf_workers(data: Any) -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal: workers born here do not hear it, and the step can be finished."""
+    if not getattr(data, "num_workers", 0) or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    context = getattr(data, "multiprocessing_context", None) or multiprocessing
+    if context.get_start_method(allow_none=True) != "fork":
+        resource_tracker.ensure_running()  # starting it later would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # held back here, and for good where inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kind(data: object) -> str:
