@@ -420,7 +420,7 @@ def test_a_net_is_called_with_its_values():
 def test_priors_are_summed_over_hypers_and_leaves():
     space = br.Space(
         a=br.Hyper(2.0, prior=lambda raw: raw.square()),
-        b=br.Hyper(3.0, shape={"x": (2,), "y": ()}, prior=lambda raw: 10 * raw.sum()),
+        b=br.Hyper(3.0, shape={"x": (2,), "y": ()}, prior=lambda raw: 10 * raw),  # its sum counts
         c=br.Hyper(7.0),
         n=br.Net(nn.Linear(1, 1, bias=False), prior=lambda raw: 0 * raw + 100),
     )
