@@ -98,6 +98,24 @@ def antithetic_pair(
     )
 
 
+def slopes_along(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, vector: Vector, delta: Tensor, *, buffers: Params
+) -> Tensor:
+    """The slope of each example's training loss along ``vector``, ``(batch,)``, from the losses at w ± δ·vector.
+
+    No gradient is taken, and nothing is written to ``buffers``.
+    """
+    values = problem.space.values(raw)
+
+    def losses_at(sign: float) -> Tensor:
+        shifted = vectors.axpy(sign * delta, vector, params)
+        with torch.no_grad():
+            return evaluate_then(problem, "train", shifted, values, batch, vectors.clone(buffers), lambda loss: loss)
+
+    plus, minus = with_same_randomness([lambda: losses_at(1.0), lambda: losses_at(-1.0)], problem.device)
+    return (plus - minus) / (2 * delta)
+
+
 def train_gradients(
     problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params, vectorize: bool
 ) -> Gradient:

@@ -67,9 +67,8 @@ class Gaussian(Perturbation):
         return torch.full_like(leaf, _of(self.scale, name))
 
     def noise(self, leaf: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Standard noise for ``count`` examples, ``(count, *leaf.shape)``; an odd one out has no mirror image."""
-        whole = count + count % 2 if self.antithetic else count
-        return _mirrored(torch.randn, leaf, whole, generator, self.antithetic)[:count]
+        """Standard noise for ``count`` examples, ``(count, *leaf.shape)``; independent, so without mirror images."""
+        return _mirrored(torch.randn, leaf, count, generator, antithetic=False)
 
 
 @final

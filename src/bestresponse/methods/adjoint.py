@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from bestresponse import vectors
-from bestresponse.gradients import Pair, antithetic_pair, train_gradient, valid_gradient
+from bestresponse.gradients import (
+    Pair,
+    antithetic_pair,
+    slopes_along,
+    train_gradient,
+    valid_gradient,
+    with_same_randomness,
+)
 from bestresponse.method import Alternate, Method, Metrics, Schedule
 from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater
 from bestresponse.perturb import Gaussian
@@ -192,8 +199,9 @@ class Adjoint(Method):
 
     def _train(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """One ordinary training update."""
-        raw, _ = self._perturbed(state, batch)
-        gradient = train_gradient(problem, state.params, raw, batch, buffers=state.live_buffers)
+        gradient = train_gradient(
+            problem, state.params, self._draw(state, batch).raw, batch, buffers=state.live_buffers
+        )
         self._update(state, gradient.params)
         state.cost.train_batches += 1
         state.cost.gradients += 1
@@ -201,10 +209,12 @@ class Adjoint(Method):
 
     def _train_and_track(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """A training update from a pair; its differences move the adjoint, and estimate the hypergradient."""
-        raw, noise = self._perturbed(state, batch)
-        delta = self._difference(state)
-        pair = antithetic_pair(problem, state.params, raw, batch, state.adjoint, delta, buffers=state.live_buffers)
-        self._gather(state, pair, noise)
+        pair, mixed, by_scale = self._measure(problem, state, batch, state.live_buffers)
+        for leaf, part in mixed.items():
+            state.gathered[leaf] += state.direct[leaf] - part
+        for leaf, part in by_scale.items():
+            state.scale_gathered[leaf] -= part + self.perturb.entropy
+        state.pairs += 1
         self._track(state, pair.curvature)
         self._update(state, pair.params)
         state.cost.train_batches += 1
@@ -216,45 +226,54 @@ class Adjoint(Method):
     ) -> tuple[Tensor, Raw]:
         """The validation loss on one batch, and the hypergradient with the present adjoint on one training batch."""
         loss, _, direct = valid_gradient(problem, state.params, state.raw, valid_batch, buffers=state.live_buffers)
-        raw, noise = self._perturbed(state, train_batch)
-        buffers = vectors.clone(state.live_buffers)
-        pair = antithetic_pair(
-            problem, state.params, raw, train_batch, state.adjoint, self._difference(state), buffers=buffers
-        )
+        _, mixed, _ = self._measure(problem, state, train_batch, vectors.clone(state.live_buffers))
         state.cost.train_batches += 1
         state.cost.valid_batches += 1
         state.cost.gradients += 3
-        return loss, vectors.axpy(-1.0, self._mixed(state, pair, noise), direct)
+        return loss, vectors.axpy(-1.0, mixed, direct)
 
-    def _perturbed(self, state: AdjointState, batch: Batch) -> tuple[Raw, Raw]:
-        """Raw with each example's own draw of the sampled hypers; and the standard noise ε of the draws."""
+    def _draw(self, state: AdjointState, batch: Batch) -> _Draw:
+        """Raw for each example's own value of the sampled hypers."""
         if not state.log_scale:
-            return state.raw, {}
+            return _Draw(state.raw, state.raw, {})
         count = examples(batch) or 0
         noise = {leaf: self.perturb.noise(state.raw[leaf], count, state.generator) for leaf in state.log_scale}
-        own = {leaf: state.raw[leaf] + state.log_scale[leaf].exp() * part for leaf, part in noise.items()}
-        return {**state.raw, **own}, noise
+        moves = {leaf: state.log_scale[leaf].exp() * part for leaf, part in noise.items()}
+        return _Draw(
+            {**state.raw, **{leaf: state.raw[leaf] + move for leaf, move in moves.items()}},
+            {**state.raw, **{leaf: state.raw[leaf] - move for leaf, move in moves.items()}},
+            noise,
+        )
+
+    def _measure(self, problem: Problem, state: AdjointState, batch: Batch, buffers: Params) -> tuple[Pair, Raw, Raw]:
+        """A pair, (∂²L_T/∂raw∂w) p, and −dL_V/dlog σ of the sampled hypers.
+
+        For sampled hypers both come from the slope s of each example's loss along p: the derivatives of E[s] in the
+        mean and in the logarithm of the scale of a Gaussian are E[s ε] / σ and E[s (ε² − 1)].
+        """
+        draw, vector, delta = self._draw(state, batch), state.adjoint, self._difference(state)
+        if draw.noise and self.perturb.antithetic:
+            both: list[Any] = with_same_randomness(
+                [
+                    lambda: antithetic_pair(problem, state.params, draw.raw, batch, vector, delta, buffers=buffers),
+                    lambda: slopes_along(problem, state.params, draw.mirrored, batch, vector, delta, buffers=buffers),
+                ],
+                problem.device,
+            )
+            pair, mirrored = both
+            odd, even = (pair.slopes - mirrored) / 2, (pair.slopes + mirrored) / 2
+        else:
+            pair = antithetic_pair(problem, state.params, draw.raw, batch, vector, delta, buffers=buffers)
+            odd = even = pair.slopes
+        mixed = {leaf: _covariance(odd, part) / state.log_scale[leaf].exp() for leaf, part in draw.noise.items()}
+        mixed = {leaf: mixed[leaf] if leaf in mixed else pair.mixed[leaf] for leaf in state.raw}
+        learnt = draw.noise if self.perturb.learn else {}
+        return pair, mixed, {leaf: _covariance(even, part.square() - 1) for leaf, part in learnt.items()}
 
     def _difference(self, state: AdjointState) -> Tensor:
         """δ, without waiting for the device."""
         w, p = vectors.norm(state.params), vectors.norm(state.adjoint)
         return self.difference * torch.where(w > 0, w, 1.0) / p.clamp(min=torch.finfo(p.dtype).tiny ** 0.5)
-
-    def _mixed(self, state: AdjointState, pair: Pair, noise: Raw) -> Raw:
-        """(∂²L_T/∂raw∂w) p: the pair's own, and for sampled hypers the regression on their noise."""
-        mixed = dict(pair.mixed)
-        for leaf, part in noise.items():
-            mixed[leaf] = _regress(pair.slopes, part) / state.log_scale[leaf].exp()
-        return {leaf: mixed[leaf] for leaf in state.raw}
-
-    def _gather(self, state: AdjointState, pair: Pair, noise: Raw) -> None:
-        """Add one estimate of the hypergradient."""
-        for leaf, part in self._mixed(state, pair, noise).items():
-            state.gathered[leaf] += state.direct[leaf] - part
-        if self.perturb.learn:
-            for leaf, part in noise.items():
-                state.scale_gathered[leaf] -= _regress(pair.slopes, part.square() - 1) + self.perturb.entropy
-        state.pairs += 1
 
     def _track(self, state: AdjointState, curvature: Vector) -> None:
         """One step of Adam on ½pᵀ(H + ρ)p − pᵀ∂L_V/∂w.
@@ -300,9 +319,18 @@ class Adjoint(Method):
         return lr, torch.as_tensor(divisor, device=state.params[name].device), decay
 
 
-def _regress(slopes: Tensor, noise: Tensor) -> Tensor:
-    """mean_i (slopeᵢ − mean slope) noiseᵢ: ``(batch,)`` and ``(batch, *shape)`` to ``shape``."""
-    return torch.tensordot(slopes - slopes.mean(), noise, dims=1) / len(slopes)
+@final
+class _Draw(NamedTuple):
+    """Raw with sampled hypers moved, one value per example; the same moved the other way; and the moves over σ."""
+
+    raw: Raw
+    mirrored: Raw
+    noise: Raw
+
+
+def _covariance(slopes: Tensor, noise: Tensor) -> Tensor:
+    """Of ``(batch,)`` and ``(batch, *shape)`` over the batch, without bias: ``shape``."""
+    return torch.tensordot(slopes - slopes.mean(), noise, dims=1) / max(len(slopes) - 1, 1)
 
 
 def _root_mean_square(tensor: Tensor) -> Tensor:
