@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[1] / "src"
 #: From low to high: a module imports only from layers above its own line. A name with ``.*`` stands for a package's
 #: modules. A new module is added here.
 LAYERS = """
+    transforms
     space
     vectors  extras  memory  tolerances
     problem  history

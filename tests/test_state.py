@@ -73,6 +73,23 @@ def test_a_learning_rate_for_nothing_is_refused_by_name(name):
         Updater.of(vector(), partial(SGD, lr=0.5), rates={"decay": 1.0, name: 1.0})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factory": "adam"}, r"an optimizer is given as a function that makes it, such as partial\(.*; got 'adam'"),
+        ({"factory": SGD([torch.zeros(1)], lr=0.5)}, "an optimizer is given as a function.*; got a SGD that is made"),
+        ({"factory": partial(SGD, lr=0.5), "schedule": 0.1}, "a schedule is given as a function .*; got 0.1"),
+        (
+            {"factory": partial(SGD, lr=0.5), "rates": 0.1},
+            "learning rates of single hypers are a dict by name; got 0.1",
+        ),
+    ],
+)
+def test_what_does_not_make_an_optimizer_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Updater.of(vector(), **arguments)
+
+
 def test_a_schedule_moves_all_learning_rates_after_each_update():
     raw = vector()
     schedule = partial(StepLR, step_size=2, gamma=0.5)

@@ -59,6 +59,14 @@ class Method(abc.ABC):
         """Ordinary weights to deploy at ``state.raw``."""
 
 
+def require_part(name: str, part: object, kind: type, example: str) -> None:
+    """Raise unless what is given as ``name`` is of its kind. A class or function that was not called is told so."""
+    if not isinstance(part, kind):
+        called = getattr(part, "__name__", None) if callable(part) else None
+        call = f". Call it: {called}(...)" if called else ""
+        raise TypeError(f"{name} must be a {kind.__name__}, such as {example}; got {part!r}{call}")
+
+
 class Plan(NamedTuple):
     """What one step does: so many training updates, then a change of raw or none."""
 

@@ -41,6 +41,14 @@ class Updater:
         rates: Mapping[str, float] | None = None,
     ) -> Updater:
         """An updater for ``vector``; ``rates`` gives hypers, by name or by a leaf's name, their own learning rate."""
+        _require_factory("an optimizer", factory, "partial(torch.optim.Adam, lr=1e-3)")
+        if schedule is not None:
+            _require_factory("a schedule", schedule, "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)")
+        if rates is not None and not isinstance(rates, Mapping):
+            raise TypeError(
+                f"learning rates of single hypers are a dict by name; got {rates!r}. One for all belongs to the "
+                "optimizer: partial(torch.optim.Adam, lr=...)"
+            )
         groups: list[dict[str, Any]] = [{"params": []}]
         unused = dict(rates or {})
         own: dict[str, dict[str, Any]] = {}
@@ -100,3 +108,9 @@ class Pace(NamedTuple):
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
         # A decoupled decay pulls by lr · decay · w, past the divisor: as curvature decay · D would.
         return Pace(group["lr"], divisor, decay * divisor if decoupled and divisor is not None else decay)
+
+
+def _require_factory(what: str, factory: Any, example: str) -> None:
+    if not callable(factory):
+        got = f"a {type(factory).__name__} that is made already" if isinstance(factory, Optimizer) else repr(factory)
+        raise TypeError(f"{what} is given as a function that makes it, such as {example}; got {got}")

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import numbers
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from bestresponse.problem import Batch
 
 _EMPTY: Final = "{name} is empty: it gave no batch. Is drop_last set with too few examples?"
+_SPENT: Final = (
+    "{name} gave no batch when it was iterated again: it can be read only once. Give a DataLoader, br.Batches or a "
+    "list of batches"
+)
 
 
 @final
@@ -41,8 +50,18 @@ class Batches:
     ) -> None:
         if not tensors:
             raise ValueError("Batches needs at least one tensor: br.Batches(x, y, size=128)")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+                raise TypeError(
+                    "Batches needs tensors whose first dimension counts the examples; got "
+                    f"{'a number' if isinstance(tensor, Tensor) else _kind(tensor)}. torch.as_tensor makes them from "
+                    "lists and arrays; data sets need a DataLoader"
+                )
+        if len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError(f"tensors must be on one device; got {[str(tensor.device) for tensor in tensors]}")
         if len({len(tensor) for tensor in tensors}) > 1:
             raise ValueError(f"tensors must have equal first dimensions; got {[len(tensor) for tensor in tensors]}")
+        _require_whole(size)
         if size < 1:
             raise ValueError(f"size must be at least 1; got {size}")
         self.tensors = tensors
@@ -92,9 +111,12 @@ class Stream:
         if isinstance(data, Stream):
             raise TypeError(f"{name} is a br.Stream already; give the loader itself")
         if not hasattr(data, "__iter__"):
+            advice = ". Put it in a DataLoader" if isinstance(data, Dataset) else ""
             raise TypeError(
-                f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}"
+                f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}{advice}"
             )
+        if isinstance(data, Tensor):
+            raise TypeError(f"{name} must give batches, and a tensor gives rows: br.Batches(x, y, size=128)")
         if isinstance(data, Iterator):
             raise TypeError(
                 f"{name} must start anew each time it is iterated, and a {_kind(data)} can be read only once. "
@@ -108,6 +130,7 @@ class Stream:
         self.handed_out = 0  # batches of this pass already given
         self._iterator: Iterator[Batch] | None = None
         self._waiting: list[Batch] = []  # drawn by peek, not yet given
+        self._drawn = False
         self._random = _RandomState(_generators(data))
         # Drawing the next item of these takes no random numbers, so nothing needs to be swapped.
         self._quiet = isinstance(data, Batches | list | tuple)
@@ -159,7 +182,8 @@ class Stream:
             self._iterator = self._start(self.pass_number)
             batch = self._from(self._iterator)
         if batch is None:
-            raise ValueError(_EMPTY.format(name=self.name))
+            raise ValueError((_SPENT if self._drawn else _EMPTY).format(name=self.name))
+        self._drawn = True
         return batch[0]
 
     def _start(self, pass_number: int) -> Iterator[Batch]:
@@ -168,7 +192,7 @@ class Stream:
         for owner in _owners(self.data):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(pass_number)
-        with self._random.swapped_in():
+        with self._random.swapped_in(), _deaf_workers(self.data):
             return iter(self.data)
 
     def _from(self, iterator: Iterator[Batch]) -> tuple[Batch] | None:
@@ -253,6 +277,27 @@ class _RandomState:
             sys.modules["numpy"].random.set_state(of_numpy)
         for generator, of_generator in zip(self._generators, of_generators, strict=True):
             generator.set_state(of_generator)
+
+
+def _require_whole(size: object) -> None:
+    if not isinstance(size, numbers.Integral):
+        raise TypeError(f"size must be a whole number; got {size!r}")
+
+
+@contextmanager
+def _deaf_workers(data: Any) -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal: workers born here do not hear it, and the step can be finished."""
+    if not getattr(data, "num_workers", 0) or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    context = getattr(data, "multiprocessing_context", None) or multiprocessing
+    if context.get_start_method(allow_none=True) != "fork":
+        resource_tracker.ensure_running()  # starting it later would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # held back here, and for good where inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kind(data: object) -> str:

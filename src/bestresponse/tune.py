@@ -74,8 +74,7 @@ def tune(
         The result. After a loss or hyper became NaN or infinite it holds the last good state, and its ``status`` says
         so. Ctrl-C ends the run after the present step and returns what there is; a second Ctrl-C stops at once.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}")
+    preflight.check_arguments(problem, method, steps, seed, callbacks, evaluate, metrics)
     if resume and run_dir is None:
         raise ValueError("resume=True needs the run_dir to resume from")
     if evaluate_every is not None and not evaluate:
@@ -92,7 +91,9 @@ def tune(
     watched = {name: Stream(data, name=name, seed=seed, device=place) for name, data in (evaluate or {}).items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[place] if place.type == "cuda" else []))
-        preflight.check(work, method, streams["train"], streams["valid"], list(watched.values()), metrics or {})
+        preflight.check(
+            work, method, streams["train"], streams["valid"], list(watched.values()), metrics or {}, problem.model
+        )
         _seed(seed, place)
         run = _Run(work, method, streams, watched, metrics or {}, callbacks, evaluate_every, seed)
         directory = RunDirectory(run_dir) if run_dir is not None else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from bestresponse import vectors
 from bestresponse.gradients import train_gradients, valid_gradient
 from bestresponse.memory import require_memory
-from bestresponse.method import Alternate, Method, Metrics, Schedule
+from bestresponse.method import Alternate, Method, Metrics, Schedule, require_part
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
 from bestresponse.perturb import Gaussian, Perturbation
 from bestresponse.problem import Params, Problem
@@ -71,8 +71,14 @@ class BestResponse(Method):
     hyper_lr: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        require_part("response", self.response, Recipe, "br.Linear()")
+        require_part("schedule", self.schedule, Schedule, "br.Alternate()")
+        if self.perturb is not None:
+            require_part("perturb", self.perturb, Perturbation, "br.Gaussian(0.1), or None")
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1; got {self.samples}")
+        if getattr(self.perturb, "learn", False):
+            raise ValueError("BestResponse does not learn the scale of its perturb: use br.Gaussian(learn=False)")
         if self.perturb is None and self.centered:
             raise ValueError(
                 "a centered response sees only the distance from the current hypers, which is always zero without "
@@ -90,7 +96,7 @@ class BestResponse(Method):
         hypers, weights = vectors.numel(raw), vectors.numel(params)
         numbers = self.response.size(hypers, weights)
         require_memory(
-            4 * numbers * torch.finfo(next(iter(params.values())).dtype).bits // 8,
+            4 * numbers * torch.finfo(problem.raw_dtype).bits // 8,
             problem.device,
             f"{self.response!r} for {hypers:,} hypers and {weights:,} weights holds {numbers:,} numbers, four times "
             "that with their gradients and Adam's moments",
