@@ -85,7 +85,7 @@ def test_every_solver_comes_to_the_same(solver, products):
         (known.xv, known.yv),
         solver=solver,
         products=products,
-        turn=br.Turn(generator=torch.Generator().manual_seed(0)),
+        turn=br.Turn(generator=torch.Generator("cpu").manual_seed(0)),
     )
     expected = known.hypergradient(raw, weights=1 + normal(2, 5)) / raw["decay.weight"][0].exp()
     exact = 1e-6 if products == "exact" else 1e-5
