@@ -15,16 +15,16 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = """
     transforms
     space
-    vectors  extras  memory
+    vectors  extras  memory  tolerances
     problem  history
     stream  gradients  checkpoint  functional  state  optimizers  watch  console
     solvers  perturb  responses
-    method
+    method  hypergradient
     evaluation  result  preflight
     methods.adjoint  methods.best_response  methods.implicit  methods.black_box
     methods.catalog
     methods
-    tune
+    tune  audit
     callbacks  testing.known
     testing.contract
     testing

@@ -1,30 +1,37 @@
 """Tune every continuous hyperparameter of a PyTorch model inside one training run."""
 
 from bestresponse import callbacks, functional, methods
+from bestresponse.audit import Audit, audit
 from bestresponse.gradients import curvature_product, mixed_product, train_gradient, valid_gradient
 from bestresponse.history import History
+from bestresponse.hypergradient import hypergradient
 from bestresponse.method import Alternate, Method, Metrics, Schedule, ThenTune
 from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random
 from bestresponse.perturb import Box, Gaussian, Perturbation
 from bestresponse.problem import Problem, evaluate
 from bestresponse.responses import MLP, Linear, LowRank, Response
 from bestresponse.result import Result, Status, load
-from bestresponse.solvers import Identity, Solver
+from bestresponse.solvers import CG, Dense, Identity, Neumann, Nystrom, Solution, Solver, Turn
 from bestresponse.space import Hyper, Net, Space, per_layer, per_tensor, per_weight
 from bestresponse.state import State
 from bestresponse.stream import Batches, Stream
+from bestresponse.tolerances import GeometricTolerance, PowerTolerance, Tolerance
 from bestresponse.tune import Event, tune
 
 __all__ = [
+    "CG",
     "MLP",
     "Adjoint",
     "Alternate",
+    "Audit",
     "Batches",
     "BestResponse",
     "BlackBox",
     "Box",
+    "Dense",
     "Event",
     "Gaussian",
+    "GeometricTolerance",
     "Grid",
     "History",
     "Hyper",
@@ -35,22 +42,30 @@ __all__ = [
     "Method",
     "Metrics",
     "Net",
+    "Neumann",
+    "Nystrom",
     "Perturbation",
+    "PowerTolerance",
     "Problem",
     "Random",
     "Response",
     "Result",
     "Schedule",
+    "Solution",
     "Solver",
     "Space",
     "State",
     "Status",
     "Stream",
     "ThenTune",
+    "Tolerance",
+    "Turn",
+    "audit",
     "callbacks",
     "curvature_product",
     "evaluate",
     "functional",
+    "hypergradient",
     "load",
     "methods",
     "mixed_product",

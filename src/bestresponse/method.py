@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor
@@ -22,6 +22,7 @@ class Metrics:
     valid_loss: Tensor | None = None
     moved: bool = False  # did raw change?
     finished: bool = False  # has the method nothing left to do?
+    extra: dict[str, float | Tensor] = field(default_factory=dict)  # further numbers for the history
 
 
 class Method(abc.ABC):
@@ -42,6 +43,8 @@ class Method(abc.ABC):
     regresses_sampled: ClassVar[bool] = False
     #: Is a loss that becomes NaN or infinite the method's own business, rather than the end of the run?
     survives_non_finite: ClassVar[bool] = False
+    #: The names that ``Metrics.extra`` may have: columns of the history.
+    extras: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, problem: Problem, *, seed: int = 0) -> State:

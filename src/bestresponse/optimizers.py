@@ -9,12 +9,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 #: Makes an optimizer from parameters or parameter groups: ``partial(torch.optim.Adam, lr=1e-3)``.
 OptimizerFactory = Callable[[Any], Optimizer]
 #: Makes a schedule for an optimizer: ``partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)``.
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
+
+
+def inverse_root(optimizer: Optimizer, after: float = 30.0) -> LambdaLR:
+    """A schedule that slows down for ever: lr / √(1 + n / after) at update n.
+
+    Fast while there is far to go, slow when only noise is left to follow; and it need not know how long a run will be.
+    """
+    return LambdaLR(optimizer, lambda n: (1 + n / after) ** -0.5)
 
 
 @final

@@ -62,10 +62,10 @@ def check(
     ``outside`` is the user's own model, of which the problem here holds a copy.
     """
     for name in problem.space:
-        if name in COLUMNS:
+        if name in (taken := (*COLUMNS, *method.extras)):
             raise ValueError(
                 f"hyper {name!r} has the name of a column that every history has: give it another. Taken are "
-                f"{', '.join(COLUMNS)}"
+                f"{', '.join(taken)}"
             )
     for stream in (train, valid, *watched):
         if getattr(stream.data, "persistent_workers", False):

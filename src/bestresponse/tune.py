@@ -152,7 +152,7 @@ class Event:
         self.metrics = run.metrics
         measures = ("loss", *run.measures) if run.evaluate_every is not None else ()
         self.evaluated = tuple(f"{loader}/{measure}" for loader in run.watched for measure in measures)
-        self.columns = (*COLUMNS, *run.shown, *self.evaluated)
+        self.columns = (*COLUMNS, *run.method.extras, *run.shown, *self.evaluated)
         self.run_dir = run.keeper.directory.path if run.keeper.directory else None
 
     def current_row(self) -> dict[str, float | int]:
@@ -244,7 +244,14 @@ class _Run:
         if self.status is not Status.NON_FINITE and (wrong := find_in_weights(chosen.step, chosen.params)):
             self.status, self.message = Status.NON_FINITE, f"{wrong} There is no better result: no trial stayed finite."
         result = Result.of(
-            self.problem, chosen, self.state, self.status, self.message, self.history, self._evaluate(chosen)
+            self.problem,
+            self.method,
+            chosen,
+            self.state,
+            self.status,
+            self.message,
+            self.history,
+            self._evaluate(chosen),
         )
         if self.status is Status.NON_FINITE:
             warnings.warn(self.message, RuntimeWarning, stacklevel=3)
@@ -309,6 +316,7 @@ class _Run:
         row["valid_batches"] = cost.valid_batches
         row["gradients"] = cost.gradients
         row["seconds"] = self.clock.seconds
+        row.update(metrics.extra)
         row.update(self.shown)
         self.metrics = {}
         if self.evaluate_every is not None and step % self.evaluate_every == 0:

@@ -13,6 +13,12 @@ fast = partial(Adam, lr=5e-2)
 cosine = partial(CosineAnnealingLR, T_max=1500)
 to_zero = {"lr_schedule": cosine, "hyper_lr_schedule": cosine}
 pairs = br.Gaussian(0.3, antithetic=True)
+exactly = {
+    "schedule": br.Alternate(train=3),
+    "optimizer": partial(SGD, lr=0.2),
+    "hyper_optimizer": partial(Adam, lr=0.1),
+    "hyper_lr_schedule": partial(CosineAnnealingLR, T_max=200),
+}
 
 CASES = [
     Case(
@@ -113,5 +119,65 @@ CASES = [
         steps=1000,
         ridge=Ends(excess=1e-3, distance=1e-3),
         quadratic=None,
+    ),
+    Case(
+        "adjoint",
+        br.methods.adjoint(
+            horizon=1e4,
+            schedule=br.Alternate(train=2, warmup=10),
+            optimizer=partial(Adam, lr=3e-2),
+            hyper_optimizer=partial(Adam, lr=3e-2),
+        ),
+        steps=700,
+        ridge=Ends(excess=1e-3, distance=0.01),
+        quadratic=Ends(excess=1e-5, distance=1e-3),
+        short=br.methods.adjoint(schedule=br.Alternate(train=2, warmup=4), average=5),
+    ),
+    Case(
+        "adjoint sparse, SGD",
+        br.methods.adjoint(
+            horizon=1e4,
+            pair_every=2,
+            valid_every=1,
+            average=10,
+            schedule=br.Alternate(train=4, warmup=10),
+            optimizer=partial(SGD, lr=0.1, momentum=0.5),
+            hyper_optimizer=partial(Adam, lr=3e-2),
+        ),
+        steps=400,
+        ridge=Ends(excess=0.01, distance=0.02),
+        quadratic=Ends(excess=1e-5, distance=2e-3),
+    ),
+    Case(
+        "hoag2016",
+        br.methods.hoag2016(train_tolerance=br.PowerTolerance(1e-3, 3.0), **exactly),
+        steps=200,
+        ridge=Ends(excess=1e-6, distance=1e-6),
+        quadratic=Ends(excess=1e-6, distance=1e-6),
+        short=br.methods.hoag2016(steps=3, damping=5.0),  # the net is not trained, and its curvature negative
+    ),
+    Case(
+        "conjugate gradients, central, two batches",
+        br.Implicit(br.CG(10), products="central", batches=2, **exactly),
+        steps=200,
+        ridge=Ends(excess=1e-6, distance=1e-6),
+        quadratic=Ends(excess=1e-6, distance=1e-6),
+        short=br.Implicit(br.CG(2, 5.0), products="central", batches=2),
+    ),
+    Case(
+        "lorraine2020",
+        br.methods.lorraine2020(20, lr=0.2, **exactly),
+        steps=200,
+        ridge=Ends(excess=1e-6, distance=1e-6),
+        quadratic=Ends(excess=1e-6, distance=1e-6),
+        short=br.methods.lorraine2020(2, lr=0.01, warm_start=True),
+    ),
+    Case(
+        "hataya2023",
+        br.methods.hataya2023(20, damping=1e-4, **exactly),
+        steps=200,
+        ridge=Ends(excess=1e-6, distance=1e-6),
+        quadratic=Ends(excess=1e-6, distance=1e-6),
+        short=br.methods.hataya2023(3, damping=5.0),
     ),
 ]

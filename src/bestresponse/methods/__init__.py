@@ -6,9 +6,12 @@ from bestresponse.methods.black_box import BlackBox, Grid, Random, Sampler, Tria
 from bestresponse.methods.catalog import (
     adjoint,
     cross_validation,
+    hataya2023,
+    hoag2016,
     lorraine2018_global,
     lorraine2018_joint,
     lorraine2018_simplified,
+    lorraine2020,
     luketina2016,
 )
 from bestresponse.methods.implicit import Implicit
@@ -24,8 +27,11 @@ __all__ = [
     "Trial",
     "adjoint",
     "cross_validation",
+    "hataya2023",
+    "hoag2016",
     "lorraine2018_global",
     "lorraine2018_joint",
     "lorraine2018_simplified",
+    "lorraine2020",
     "luketina2016",
 ]

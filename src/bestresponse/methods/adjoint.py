@@ -20,7 +20,7 @@ from bestresponse.gradients import (
     with_same_randomness,
 )
 from bestresponse.method import Alternate, Method, Metrics, Schedule
-from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater
+from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater, inverse_root
 from bestresponse.perturb import Gaussian
 from bestresponse.problem import Batch, Params, Problem, examples
 from bestresponse.space import Raw
@@ -105,7 +105,9 @@ class Adjoint(Method):
         optimizer: For the weights.
         hyper_optimizer: For raw.
         lr_schedule: Learning-rate schedule of ``optimizer``.
-        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``.
+        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``; by default it falls with the root of the
+            number of moves, so that raw neither outruns weights that follow slowly nor wanders where it sees mostly
+            noise.
         hyper_lr: Learning rates for single hypers, by name.
     """
 
@@ -121,7 +123,7 @@ class Adjoint(Method):
     # Gradients in raw may be tiny in themselves, as exp(λ) is for a small decay: Adam must not take them for zero.
     hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=0.1, eps=1e-16)
     lr_schedule: ScheduleFactory | None = None
-    hyper_lr_schedule: ScheduleFactory | None = None
+    hyper_lr_schedule: ScheduleFactory | None = inverse_root
     hyper_lr: Mapping[str, float] | None = None
     needs_raw_gradient: ClassVar[bool] = True
     regresses_sampled: ClassVar[bool] = True
