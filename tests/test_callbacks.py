@@ -88,7 +88,7 @@ def test_callback_sees_the_run(tmp_path: Path) -> None:
         assert event.run_dir == tmp_path
         assert event.state.step == event.step == len(event.history)
         assert event.evaluated == ("test/loss",)
-        assert event.columns == (*COLUMNS, "decay.mean", "layer.mean", "smooth", "test/loss")
+        assert event.columns == (*COLUMNS, "residual", "decay.mean", "layer.mean", "smooth", "test/loss")
         if event.kind != "step":
             assert event.metrics == {}
             return

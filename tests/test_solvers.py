@@ -59,7 +59,7 @@ class System:
 
 
 def turn(**given: Any) -> br.Turn:
-    return br.Turn(generator=torch.Generator().manual_seed(3), **given)
+    return br.Turn(generator=torch.Generator("cpu").manual_seed(3), **given)
 
 
 def close(actual: Vector | Tensor, expected: Tensor, relative: float) -> None:
@@ -327,7 +327,7 @@ def test_nystrom_is_its_closed_formula(rank: int, damping: float) -> None:
     """(C W⁻¹ Cᵀ + damping)⁻¹ b with the columns that its generator draws."""
     system = System()
     solution = br.Nystrom(rank, damping).solve(system.product, system.b, turn())
-    chosen = torch.randperm(8, generator=torch.Generator().manual_seed(3), device="cpu")[:rank]
+    chosen = torch.randperm(8, generator=torch.Generator("cpu").manual_seed(3), device="cpu")[:rank]
     columns = system.matrix[:, chosen]
     sketch = columns @ torch.linalg.inv(columns[chosen]) @ columns.T
     expected = torch.linalg.solve(sketch + damping * torch.eye(8), vectors.flatten(system.b))
@@ -338,10 +338,10 @@ def test_nystrom_is_its_closed_formula(rank: int, damping: float) -> None:
 
 def test_nystrom_draws_from_its_generator_alone() -> None:
     system, solver = System(), br.Nystrom(3, 5.0)
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator("cpu").manual_seed(7)
     first, second = (solver.solve(system.product, system.b, br.Turn(generator=generator)).x for _ in range(2))
     torch.manual_seed(123)
-    again = solver.solve(system.product, system.b, br.Turn(generator=torch.Generator().manual_seed(7))).x
+    again = solver.solve(system.product, system.b, br.Turn(generator=torch.Generator("cpu").manual_seed(7))).x
     assert torch.equal(vectors.flatten(first), vectors.flatten(again))
     assert not torch.equal(vectors.flatten(first), vectors.flatten(second))
     with pytest.raises(ValueError, match="needs a generator"):

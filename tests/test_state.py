@@ -313,6 +313,18 @@ def test_a_missing_field_is_refused_by_name():
         own_state(2).load_state_dict(saved)
 
 
+def test_a_missing_field_with_a_default_was_added_since_and_stays_as_it_is():
+    method, (problem, _, _) = br.Implicit(warm_start=True), net_problem()
+    saved = method.init(problem).state_dict()
+    for name in ("solves", "x"):
+        del saved[name]
+    state = method.init(problem)
+    state.solves = 3
+    state.load_state_dict(saved)
+    assert state.solves == 3
+    assert state.x.keys() == state.params.keys()
+
+
 def test_the_state_of_another_method_is_refused():
     problem, _, _ = net_problem()
     saved = br.methods.lorraine2018_joint().init(problem).state_dict()

@@ -181,39 +181,38 @@ def audit(
             f"{type(result.method).__name__} takes no hypergradient: there is nothing to audit. The methods that move "
             "the hypers along one keep its optimizer in state.raw_updater"
         )
+    judged = [name for name in problem.space if name not in problem.space.sampled]
     train_stream = Stream(train, name="train", seed=seed, device=device)
     valid_stream = Stream(valid, name="valid", seed=seed, device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         train_batches = list(islice(train_stream.epoch(), batches))
         valid_batches = list(islice(valid_stream.epoch(), batches))
-        judged = [leaf for leaf, (name, _, _) in problem.space.leaves.items() if name not in problem.space.sampled]
-        overall, hypers, length, residual, trouble = None, {}, 0.0, None, ""
-        if judged:
-            at = Linearization(
-                problem,
-                result.method.params(problem, result.state),
-                result.state.raw,
-                train_batches,
-                buffers=result.state.buffers,
-                products=products,
-            )
-            generator = torch.Generator(device=device).manual_seed(seed)
-            reference = implicit_hypergradient(
-                at, solver or CG(200, tolerance=1e-4), valid_batches, Turn(generator=generator)
-            )
-            own = _own_hypergradients(result, train_stream, valid_stream, draws)
-            overall = _compare(own, reference.gradient, judged)
-            for name in dict.fromkeys(problem.space.leaves[leaf][0] for leaf in judged):
-                leaves = [leaf for leaf in judged if problem.space.leaves[leaf][0] == name]
-                hypers[name] = _compare(own, reference.gradient, leaves)
-            length = float(vectors.norm({leaf: reference.gradient[leaf] for leaf in judged}))
-            residual, trouble = reference.solution.residual, reference.solution.trouble
+        at = Linearization(
+            problem,
+            result.method.params(problem, result.state),
+            result.state.raw,
+            train_batches,
+            buffers=result.state.buffers,
+            products=products,
+        )
+        turn = Turn(generator=torch.Generator(device=device).manual_seed(seed))
+        reference = implicit_hypergradient(at, solver or CG(200, tolerance=1e-4), valid_batches, turn)
+        own = _own_hypergradients(result, train_stream, valid_stream, draws)
+        hypers = {name: _compare(problem, own, reference.gradient, [name]) for name in judged}
         count = result.state.cost.train_batches if updates is None else updates
         factory: OptimizerFactory = optimizer or getattr(result.method, "optimizer", None) or ADAM
         retraining = _retraining(result, train_stream, train_batches, valid_batches, count, factory) if count else None
     return Audit(
-        result.state.step, draws, overall, hypers, problem.space.sampled, length, residual, trouble, retraining
+        result.state.step,
+        draws,
+        _compare(problem, own, reference.gradient, judged) if judged else None,
+        hypers,
+        problem.space.sampled,
+        float(_part(problem, reference.gradient, judged).norm()) if judged else 0.0,
+        reference.solution.residual,
+        reference.solution.trouble,
+        retraining,
     )
 
 
@@ -249,15 +248,18 @@ def _own_hypergradients(result: Result, train: Stream, valid: Stream, draws: int
     return own
 
 
-def _compare(own: Sequence[Raw], reference: Raw, leaves: Sequence[str]) -> Agreement:
-    flat = [vectors.flatten({leaf: one[leaf] for leaf in leaves}).double() for one in own]
-    truth = vectors.flatten({leaf: reference[leaf] for leaf in leaves}).double()
+def _compare(problem: Problem, own: Sequence[Raw], reference: Raw, names: Sequence[str]) -> Agreement:
+    truth = _part(problem, reference, names)
+    flat = [_part(problem, one, names) for one in own]
     mean = torch.stack(flat).mean(0)
-    return Agreement(
-        _cosine(mean, truth),
-        sum(_cosine(one, truth) for one in flat) / len(flat),
-        float(mean.norm() / truth.norm()),
-    )
+    of_one = sum(_cosine(one, truth) for one in flat) / len(flat)
+    return Agreement(_cosine(mean, truth), of_one, float(mean.norm() / truth.norm()))
+
+
+def _part(problem: Problem, raw: Raw, names: Sequence[str]) -> Tensor:
+    """What belongs to these hypers, flat."""
+    leaves = [leaf for leaf, (name, _, _) in problem.space.leaves.items() if name in names]
+    return vectors.flatten({leaf: raw[leaf] for leaf in leaves}).double()
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

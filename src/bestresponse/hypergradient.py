@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,14 +15,17 @@ from bestresponse.solvers import CG, Solution, Solver, Turn
 from bestresponse.space import Hyper, Net, Raw, Space, Values
 from bestresponse.vectors import Vector
 
+#: Of torch's generators on the CPU and, where the model is there, on the GPU.
+_RandomState = tuple[Tensor, Tensor | None]
+
 
 @final
 class Linearization:
     """The second derivatives of the training loss at one place, as products, averaged over some fixed batches.
 
     Every product draws the same random numbers on the same batch, so that dropout masks stay: H is then one symmetric
-    matrix, that of one function, and not another one at each product. The user's random numbers go on as if one number
-    a batch had been drawn.
+    matrix, that of one function, and not another one at each product. They are torch's next ones at the first product;
+    afterwards torch's random numbers stand where one product leaves them, however many were taken.
 
     Args:
         problem: The problem.
@@ -48,8 +50,8 @@ class Linearization:
         self.gradients = 0  # what the products have cost so far
         self._products = products
         self._weights = _weights(batches)
-        seeds = torch.randint(2**62, (len(batches),), device="cpu").tolist()
-        self._fixed = list(zip(batches, seeds, strict=True))
+        self._batches = batches
+        self._random: list[_RandomState] = []  # before the first product on each batch
 
     def curvature(self, vector: Vector) -> Vector:
         """H v, with H = ∂²L_T/∂w²."""
@@ -60,14 +62,23 @@ class Linearization:
         return self._mean(mixed_product, vector)
 
     def _mean(self, product: Callable[..., Vector], vector: Vector) -> Vector:
-        self.gradients += 2 * len(self._fixed)
-        return _mean(self._weights, (self._on(batch, seed, product, vector) for batch, seed in self._fixed))
+        self.gradients += 2 * len(self._batches)
+        return _mean(self._weights, (self._on(i, product, vector) for i in range(len(self._batches))))
 
-    def _on(self, batch: Batch, seed: int, product: Callable[..., Vector], vector: Vector) -> Vector:
-        with _seeded(seed, self.problem.device):
-            return product(
-                self.problem, self.params, self.raw, batch, vector, buffers=self.buffers, products=self._products
-            )
+    def _on(self, i: int, product: Callable[..., Vector], vector: Vector) -> Vector:
+        if i < len(self._random):
+            _set_random_state(self._random[i], self.problem.device)
+        else:
+            self._random.append(_random_state(self.problem.device))
+        return product(
+            self.problem,
+            self.params,
+            self.raw,
+            self._batches[i],
+            vector,
+            buffers=self.buffers,
+            products=self._products,
+        )
 
 
 class Hypergradient(NamedTuple):
@@ -192,13 +203,11 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's random numbers from this seed, and afterwards as they were."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
+def _random_state(device: torch.device) -> _RandomState:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(state: _RandomState, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -246,11 +246,8 @@ class Nystrom(Solver):
         rows = torch.stack([_inner(columns, unit) for unit in _units(b, chosen)])  # (rank, rank): W
         flat = [part.reshape(len(chosen), -1) for part in columns.values()]
         gram = torch.stack([part @ part.T for part in flat]).sum(0)
-        small = self._woodbury(*(part.double().cpu() for part in (rows, gram, _inner(columns, b))))
-        inside = {
-            name: torch.tensordot(small.to(part), part, dims=1) if part.numel() else b[name]
-            for name, part in columns.items()
-        }
+        small = self._woodbury(*(part.cpu().double() for part in (rows, gram, _inner(columns, b))))
+        inside = {name: torch.tensordot(small.to(part), part, dims=1) for name, part in columns.items()}
         x = vectors.scale(1 / self.damping, vectors.axpy(-1.0, inside, b))
         residual, length = _size(vectors.axpy(-1.0, product(x), b), b)
         if simple := _simple(b, length, len(chosen) + 1):

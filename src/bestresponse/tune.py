@@ -113,6 +113,7 @@ def _open(run: _Run, directory: RunDirectory | None, seed: int, resume: bool, ev
             raise FileExistsError(
                 f"{directory.path} holds a run already. Give resume=True to go on with it, or another run_dir"
             )
+        description["method"] = _as_known_to(directory.read_run().get("method", ""), run.method)
         directory.require_same(description)
         if (saved := keeper.load()) is not None:
             run.load_state_dict(saved)
@@ -377,11 +378,31 @@ def _seed(seed: int, device: torch.device) -> None:
 def _describe(problem: Problem, method: Method, seed: int) -> dict[str, Any]:
     """What makes two runs the same run."""
     return {
-        "method": re.sub(r" at 0x[0-9a-f]+", "", repr(method)),
+        "method": _without_addresses(method),
         "space": problem.space.describe(),
         "seed": seed,
         "weights": {name: list(p.shape) for name, p in problem.params().items()},
     }
+
+
+def _without_addresses(value: object) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _as_known_to(saved: str, method: Any) -> str:
+    """The method as it is written, without arguments that a run of an earlier version did not have yet.
+
+    Such an argument is left out if it is not named there, and stands at its default here.
+    """
+    if not dataclasses.is_dataclass(method):
+        return _without_addresses(method)
+    known = []
+    for f in dataclasses.fields(method):
+        value = getattr(method, f.name)
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if f.repr and (f"{f.name}=" in saved or value != default):
+            known.append(f"{f.name}={_without_addresses(value)}")
+    return f"{type(method).__qualname__}({', '.join(known)})"
 
 
 def _circumstances(device: torch.device) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class ImplicitState(State):
     params: Params
     params_updater: Updater
     raw_updater: Updater
-    x: Params
+    x: Params = field(default_factory=dict)
     solves: int = 0
     troubled: int = 0
     first_slope: float = 0.0
