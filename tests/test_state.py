@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import bestresponse as br
 from bestresponse.optimizers import Updater
@@ -79,6 +87,11 @@ def test_a_learning_rate_for_nothing_is_refused_by_name(name):
         ({"factory": "adam"}, r"an optimizer is given as a function that makes it, such as partial\(.*; got 'adam'"),
         ({"factory": SGD([torch.zeros(1)], lr=0.5)}, "an optimizer is given as a function.*; got a SGD that is made"),
         ({"factory": partial(SGD, lr=0.5), "schedule": 0.1}, "a schedule is given as a function .*; got 0.1"),
+        ({"factory": torch.optim.LBFGS}, "LBFGS asks for the loss again"),
+        (
+            {"factory": partial(SGD, lr=0.5), "schedule": ReduceLROnPlateau},
+            "ReduceLROnPlateau asks for a measured loss",
+        ),
         (
             {"factory": partial(SGD, lr=0.5), "rates": 0.1},
             "learning rates of single hypers are a dict by name; got 0.1",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 #: Makes an optimizer from parameters or parameter groups: ``partial(torch.optim.Adam, lr=1e-3)``.
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -62,7 +62,16 @@ class Updater:
         if unused:
             raise KeyError(f"a learning rate is given for {sorted(unused)[0]!r}, which no hyper is named")
         optimizer = factory([group for group in [*groups, *own.values()] if group["params"]])
-        return Updater(optimizer, schedule(optimizer) if schedule else None)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS asks for the loss again within a step, and gets one gradient: use SGD, Adam or another"
+            )
+        scheduler = schedule(optimizer) if schedule else None
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau asks for a measured loss, and is told of steps only: use another schedule"
+            )
+        return Updater(optimizer, scheduler)
 
     def update(self, vector: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> None:
         """One step of the optimizer along ``gradient``."""

@@ -211,6 +211,21 @@ def test_vectorized_samples_share_one_call_of_the_loss(vectorize):
     assert len(calls) == 3 * (1 if vectorize else 4)
 
 
+def test_a_loss_that_cannot_be_vectorized_is_told_what_to_do():
+    known = Ridge()
+
+    def train_loss(model, batch, hyper):
+        return known.problem.train_loss(model, batch, hyper) * hyper["decay"]["weight"].sum().sign().item()
+
+    problem = br.Problem(known.model, known.problem.space, train_loss, known.problem.valid_loss)
+    one_by_one = br.BestResponse(samples=2)
+    one_by_one.step(problem, one_by_one.init(problem), *streams(known))
+    at_once = br.BestResponse(samples=2, vectorize=True)
+    with pytest.raises(RuntimeError, match="vmap") as caught:
+        at_once.step(problem, at_once.init(problem), *streams(known))
+    assert "with vectorize=False it may do anything" in caught.value.__notes__[0]
+
+
 def test_a_centered_response_has_the_weights_at_the_present_hypers_as_its_bias():
     known = Quadratic()
     method = br.BestResponse(perturb=br.Gaussian(0.1), centered=True)

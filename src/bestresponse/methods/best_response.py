@@ -151,9 +151,13 @@ class BestResponse(Method):
             raw = self.perturb.sample(state.raw, self.samples, state.generator)  # (samples, ...) each
         weights = state.response(self._seen(state, raw))
         at = {name: part.detach() for name, part in weights.items()}
-        losses, by_params, _ = train_gradients(
-            problem, at, raw, batch, buffers=state.buffers, vectorize=self.vectorize and self.samples > 1
-        )
+        vectorize = self.vectorize and self.samples > 1
+        try:
+            losses, by_params, _ = train_gradients(problem, at, raw, batch, buffers=state.buffers, vectorize=vectorize)
+        except RuntimeError as error:
+            if vectorize:
+                error.add_note("in train_loss under torch.func.vmap; with vectorize=False it may do anything")
+            raise
         phi = dict(state.response.named_parameters())
         outer = [by_params[name] / self.samples for name in weights]
         state.response_updater.update(
