@@ -1,10 +1,10 @@
 """Tune every continuous hyperparameter of a PyTorch model inside one training run."""
 
-from bestresponse import callbacks, functional, methods
+from bestresponse import callbacks, functional, methods, updates
 from bestresponse.gradients import curvature_product, mixed_product, train_gradient, valid_gradient
 from bestresponse.history import History
 from bestresponse.method import Alternate, Method, Metrics, Schedule, ThenTune
-from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random
+from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random, Unrolled
 from bestresponse.perturb import Box, Gaussian, Perturbation
 from bestresponse.problem import Problem, evaluate
 from bestresponse.responses import MLP, Linear, LowRank, Response
@@ -14,6 +14,7 @@ from bestresponse.space import Hyper, Net, Space, per_layer, per_tensor, per_wei
 from bestresponse.state import State
 from bestresponse.stream import Batches, Stream
 from bestresponse.tune import Event, tune
+from bestresponse.unrolling import Checkpointed, DrMAD, FineTune, Forward, Reverse, Reversible
 
 __all__ = [
     "MLP",
@@ -23,7 +24,11 @@ __all__ = [
     "BestResponse",
     "BlackBox",
     "Box",
+    "Checkpointed",
+    "DrMAD",
     "Event",
+    "FineTune",
+    "Forward",
     "Gaussian",
     "Grid",
     "History",
@@ -40,6 +45,8 @@ __all__ = [
     "Random",
     "Response",
     "Result",
+    "Reverse",
+    "Reversible",
     "Schedule",
     "Solver",
     "Space",
@@ -47,6 +54,7 @@ __all__ = [
     "Status",
     "Stream",
     "ThenTune",
+    "Unrolled",
     "callbacks",
     "curvature_product",
     "evaluate",
@@ -59,5 +67,6 @@ __all__ = [
     "per_weight",
     "train_gradient",
     "tune",
+    "updates",
     "valid_gradient",
 ]

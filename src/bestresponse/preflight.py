@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bestresponse import vectors
 from bestresponse.history import COLUMNS
-from bestresponse.method import Method
+from bestresponse.method import Method, ReadsHypers
 from bestresponse.problem import Loss, Params, Problem, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
@@ -41,6 +41,7 @@ def check(
                 UserWarning,
                 stacklevel=3,
             )
+    reads = method.reads(problem) if isinstance(method, ReadsHypers) else frozenset()
     with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
         seen = _check_loss(problem, method, "train", train)
         _check_loss(problem, method, "valid", valid)
@@ -55,7 +56,7 @@ def check(
                     error.add_note(f"in the metric {name!r}, on {stream.name!r}")
                     raise
     for name in problem.space:
-        if name not in seen:
+        if name not in seen | reads:
             raise ValueError(
                 f"train_loss never reads hyper {name!r}: it could not be tuned. Use hyper[{name!r}] in train_loss, or "
                 "take it out of the space"

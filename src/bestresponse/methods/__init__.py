@@ -12,6 +12,7 @@ from bestresponse.methods.catalog import (
     luketina2016,
 )
 from bestresponse.methods.implicit import Implicit
+from bestresponse.methods.unrolled import Unrolled
 
 __all__ = [
     "Adjoint",
@@ -22,6 +23,7 @@ __all__ = [
     "Random",
     "Sampler",
     "Trial",
+    "Unrolled",
     "adjoint",
     "cross_validation",
     "lorraine2018_global",
