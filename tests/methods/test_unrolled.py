@@ -492,3 +492,180 @@ def test_nothing_is_left_from_step_to_step(only_new):
             counts.append(live())
             assert not [x for x in gc.get_objects() if type(x) is Tensor and x.grad_fn is not None]
         assert counts[1] == counts[3] == counts[5], mode
+
+
+# Steps
+
+
+def test_a_step_trains_from_the_models_weights_and_moves_raw_along_the_hypergradient():
+    descent = Descent()
+    known = descent.known
+    method = br.Unrolled(br.Reverse(), SGD(descent.rate), 6, hyper_optimizer=partial(TorchSGD, lr=0.5))
+    state = method.init(known.problem)
+    streams = br.Stream(known.train, name="train"), br.Stream(known.valid, name="valid")
+    for _ in range(2):
+        state.raw["decay.weight"].copy_(descent.raw["decay.weight"])
+        metrics = method.step(known.problem, state, *streams)
+        close(state.params["weight"][0], descent.weights(6))
+        close(state.raw["decay.weight"][0], descent.raw["decay.weight"][0] - 0.5 * descent.hypergradient(6))
+    assert metrics.moved
+    residual = known.xv @ descent.weights(6) - known.yv
+    assert float(metrics.valid_loss) == pytest.approx(float(residual.square().mean()), rel=1e-5)
+    w = descent.weights(5)
+    penalty = (descent.raw["decay.weight"][0].exp() * w * w).sum()
+    assert float(metrics.train_loss) == pytest.approx(
+        float((known.x @ w - known.y).square().mean() + penalty), rel=1e-5
+    )
+    method.params(known.problem, state)["weight"].add_(1)
+    close(state.params["weight"][0], descent.weights(6))
+
+
+def test_without_restart_training_goes_on_with_what_the_rule_remembers():
+    """Two steps of three updates with hypers that stand still, against one of six; also the buffers."""
+    problem, train, valid = net_problem()
+    still = partial(TorchSGD, lr=0.0)
+    ends = []
+    for steps, count in ((3, 2), (6, 1)):
+        method = br.Unrolled(br.Reverse(last=1), Adam(0.05), steps, restart=False, hyper_optimizer=still)
+        state = method.init(problem)
+        streams = br.Stream(train, name="train"), br.Stream(valid, name="valid")
+        for _ in range(count):
+            method.step(problem, state, *streams)
+        assert state.count == 6
+        ends.append(state)
+    assert torch.equal(vectors.flatten(ends[0].params), vectors.flatten(ends[1].params))
+    for slot, parts in ends[0].slots.items():
+        assert torch.equal(vectors.flatten(parts), vectors.flatten(ends[1].slots[slot]))
+    for name, buffer in ends[0].buffers.items():
+        assert torch.equal(buffer, ends[1].buffers[name])
+    assert not torch.equal(ends[0].buffers["norm.running_mean"], problem.buffers()["norm.running_mean"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "gradients"),
+    [
+        (br.Reverse(), 9 + 9 * 2 + 1),
+        (br.Reverse(last=2), 9 + 2 * 2 + 1),
+        (br.Checkpointed(), 9 + 6 + 9 * 2 + 1),  # in each of three stretches, two places between
+        (br.Forward(), 9 * (1 + 2 * 4) + 1),
+        (br.Reversible(), 9 + 9 + 9 * 2 + 1),
+        (br.DrMAD(), 9 + 9 * 2 + 1),
+    ],
+    ids=repr,
+)
+def test_costs_are_counted(mode, gradients):
+    known = Ridge(4)
+    method = br.Unrolled(mode, SGD(0.05, momentum=0.5), 9)
+    state = method.init(known.problem)
+    streams = br.Stream(known.train, name="train"), br.Stream(known.valid, name="valid")
+    for i in (1, 2):
+        method.step(known.problem, state, *streams)
+        assert (state.cost.train_batches, state.cost.valid_batches, state.cost.gradients) == (9 * i, i, gradients * i)
+
+
+def test_batches_of_any_loader_are_the_same_on_the_way_back():
+    """A list, Batches and a DataLoader of the same batches; shuffled ones are drawn once."""
+    problem, train, valid = net_problem()
+    listed = list(train)
+    loader = torch.utils.data.DataLoader(listed, batch_size=None)
+    method = br.Unrolled(br.Checkpointed(), SGD(0.3), 7)
+    got = [hypergradient(method, problem, data, valid).raw for data in (listed, loader)]
+    near(got[1], got[0], 1e-12)
+
+
+def test_a_schedule_of_rates_ends_lower_than_the_best_constant_rate():
+    """Eight rates of gradient descent on ridge, against the best constant one of a fine grid."""
+    known, steps = Ridge(4, 12, seed=3, start=1e-3), 8
+    raw = known.problem.space.raw()
+    h, best = known.hessian(raw), known.best_response(raw)
+
+    def excess(rates: Tensor) -> float:
+        """How far above its lowest the loss ends. The weights begin at zero."""
+        w = torch.zeros(4)
+        for rate in rates:
+            w = w - rate * h @ (w - best)
+        return float((w - best) @ h @ (w - best))
+
+    constant = min(excess(rate.expand(steps)) for rate in torch.linspace(0.01, 1.0, 200))
+    # All rates equal is a saddle: their order does not matter, so each has the same derivative. They begin apart.
+    rates = br.Hyper(torch.linspace(0.1, 0.3, steps), low=0.0, shape=(steps,))
+    problem = br.Problem(
+        known.model,
+        br.Space(lr=rates),
+        lambda model, batch, hyper: known.problem.train_loss(model, batch, {"decay": torch.tensor(1e-3)}),
+        lambda model, batch, hyper: known.problem.train_loss(model, batch, {"decay": torch.tensor(1e-3)}),
+    )
+    method = br.Unrolled(br.Reverse(), SGD("lr"), steps, hyper_optimizer=partial(TorchAdam, lr=0.03))
+    result = br.tune(problem, method, known.train, known.train, steps=100)
+    assert excess(result.values["lr"]) < 0.3 * constant
+
+
+# What cannot be
+
+
+def test_what_cannot_be_is_refused_where_it_is_written():
+    with pytest.raises(ValueError, match="steps must be at least 1 training update; got 0"):
+        br.Unrolled(br.Reverse(), SGD(0.1), 0)
+    with pytest.raises(ValueError, match="products must be"):
+        br.Unrolled(br.Reverse(), SGD(0.1), 1, products="forward")
+    with pytest.raises(ValueError, match="last must be at least 1"):
+        br.Reverse(last=0)
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        br.Checkpointed(every=0)
+    with pytest.raises(ValueError, match=r"Forward\(carry=True\).*restart=False"):
+        br.Unrolled(br.Forward(carry=True), SGD(0.1), 1)
+    for update in (SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True), Adam(0.1)):
+        with pytest.raises(ValueError, match=r"Reversible\(\) runs SGD with momentum .* got .*Checkpointed\(\)"):
+            br.Unrolled(br.Reversible(), update, 1)
+
+
+def refuse(problem, train, valid, method, error, match, tmp_path) -> None:
+    for call in (
+        lambda: br.tune(problem, method, train, valid, steps=1, run_dir=tmp_path / "run"),
+        lambda: method.init(problem),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_that_no_hyper_can_be_is_refused_before_the_run(tmp_path):
+    problem, train, valid = net_problem()
+    for update, error, match in (
+        (SGD("rate"), KeyError, "names a hyper that the space does not have: it has decay, layer, smooth"),
+        (SGD(0.1, momentum="layer"), ValueError, "must stay between 0 and 1"),
+    ):
+        refuse(problem, train, valid, br.Unrolled(br.Reverse(), update, 3), error, match, tmp_path)
+    space = br.Space(**dict(problem.space.items()), rate=br.Hyper(0.1, log=True, shape=(4,)))
+    scheduled = br.Problem(problem.model, space, problem.train_loss, problem.valid_loss)
+    method = br.Unrolled(br.Reverse(), SGD("rate"), 3)
+    refuse(scheduled, train, valid, method, ValueError, r"one for each of 3 updates.*got shape \(4,\)", tmp_path)
+    assert br.tune(scheduled, replace(method, steps=4), train, valid, steps=1).status is br.Status.FINISHED
+
+
+def test_a_hyper_that_neither_loss_nor_rule_reads_is_refused(tmp_path):
+    problem, train, valid = net_problem()
+    space = br.Space(**dict(problem.space.items()), rate=br.Hyper(0.1, log=True))
+    idle = br.Problem(problem.model, space, problem.train_loss, problem.valid_loss)
+    with pytest.raises(ValueError, match="train_loss never reads hyper 'rate'"):
+        br.tune(idle, br.Unrolled(br.Reverse(), SGD(0.1), 3), train, valid, steps=1)
+    with pytest.raises(ValueError, match="train_loss never reads hyper 'rate'"):
+        br.tune(idle, br.methods.luketina2016(), train, valid, steps=1)
+
+
+def test_more_memory_than_there_is_is_refused_before_the_run(monkeypatch):
+    known = Ridge(5)
+    size = torch.finfo(torch.get_default_dtype()).bits // 8
+    for mode, copies in (
+        (br.Reverse(), 2 * 100),
+        (br.Reverse(last=4), 2 * 4),
+        (br.Checkpointed(), 2 * 20),
+        (br.Forward(), 5 * 5),
+    ):
+        method = br.Unrolled(mode, SGD(0.1, momentum=0.9), 100)
+        needed = copies * 5 * size
+        monkeypatch.setattr("bestresponse.memory.total_memory", lambda device, needed=needed: needed)
+        method.init(known.problem)
+        monkeypatch.setattr("bestresponse.memory.total_memory", lambda device, needed=needed: needed - 1)
+        with pytest.raises(MemoryError, match=rf"5 weights with 5 hypers holds {copies} numbers.*Checkpointed"):
+            method.init(known.problem)

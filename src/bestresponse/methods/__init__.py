@@ -6,10 +6,17 @@ from bestresponse.methods.black_box import BlackBox, Grid, Random, Sampler, Tria
 from bestresponse.methods.catalog import (
     adjoint,
     cross_validation,
+    domke2012,
+    drmad2016,
+    franceschi2017_forward,
+    franceschi2017_reverse,
+    lorraine2018_fine_tuned,
     lorraine2018_global,
     lorraine2018_joint,
     lorraine2018_simplified,
     luketina2016,
+    maclaurin2015,
+    shaban2019,
 )
 from bestresponse.methods.implicit import Implicit
 from bestresponse.methods.unrolled import Unrolled
@@ -26,8 +33,15 @@ __all__ = [
     "Unrolled",
     "adjoint",
     "cross_validation",
+    "domke2012",
+    "drmad2016",
+    "franceschi2017_forward",
+    "franceschi2017_reverse",
+    "lorraine2018_fine_tuned",
     "lorraine2018_global",
     "lorraine2018_joint",
     "lorraine2018_simplified",
     "luketina2016",
+    "maclaurin2015",
+    "shaban2019",
 ]

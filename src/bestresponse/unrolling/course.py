@@ -181,7 +181,7 @@ class Course:
     def along(
         self, leg: Leg, place: Place, tangents: Tangents, units: Raw, *, vectorize: bool
     ) -> tuple[Place, Tensor, Tangents]:
-        """As :meth:`forward`, with the tangents carried along. ``units`` are the directions in raw, (n, *shape)."""
+        """As :meth:`forward`, with the tangents carried along. ``units`` are the directions in raw, ``(n, *shape)``."""
         buffers = vectors.clone(place.buffers)
         with seeded(leg.seed, self.problem.device):
             gradient, changes = train_tangents(

@@ -198,30 +198,29 @@ class _Remainder:
             self.full.append((index, self.now))
             self.now, self.bound = torch.zeros_like(self.now), 0
         self.bound = (self.bound + 1) * most
-        smaller = (number >> RATIO) * n + ((number & (2**RATIO - 1)) * n >> RATIO)
-        first, count = _origins(smaller, n)
-        self.now = self.now * count + (number - first)
-        return smaller
+        whole, low = number >> RATIO, number & (2**RATIO - 1)
+        part = low * n >> RATIO
+        first, count = _origins(part, n)
+        self.now = self.now * count + (low - first)
+        return whole * n + part
 
     def divide(self, smaller: Tensor, n: Tensor, index: int) -> Tensor:
         """The number that :meth:`multiply` was given."""
-        first, count = _origins(smaller, n)
-        number = first + self.now.remainder(count)
-        self.now = torch.div(self.now, count, rounding_mode="floor")
+        whole = torch.div(smaller, n, rounding_mode="floor")
+        first, count = _origins(smaller - whole * n, n)
+        rest = torch.div(self.now, count, rounding_mode="floor")
+        number = (whole << RATIO) + first + (self.now - rest * count)
+        self.now = rest
         if self.full and self.full[-1][0] == index:
             self.now = self.full.pop()[1]
         return number
 
 
-def _origins(smaller: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """The least number x with ⌊nx/2³⁰⌋ = smaller, and how many there are: from ⌈2³⁰ smaller/n⌉ on."""
-    whole, part = torch.div(smaller, n, rounding_mode="floor"), smaller.remainder(n)
-    first, after = (_ceil(part << RATIO, n), _ceil((part + 1) << RATIO, n))
-    return (whole << RATIO) + first, after - first
-
-
-def _ceil(a: Tensor, b: Tensor) -> Tensor:
-    return torch.div(a + b - 1, b, rounding_mode="floor")
+def _origins(part: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The least whole x with ⌊nx/2³⁰⌋ = part, and how many there are, for 0 ≤ part < n."""
+    first = torch.div((part << RATIO) + n - 1, n, rounding_mode="floor")
+    fewest = torch.div(2**RATIO, n, rounding_mode="floor")
+    return first, fewest + (n * (first + fewest) < (part + 1) << RATIO)
 
 
 def _whole(vector: Vector) -> Vector:
