@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bestresponse as br
+from bestresponse.updates import SGD, Adam
 
 COUNTS = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000)
-WIDTHS = (784, 2752, 2752, 10)  # ten million weights
+WIDTHS = (784, 2752, 2752, 10)
+WEIGHTS = sum(n * m + m for n, m in pairwise(WIDTHS))  # ten million
 TRAIN = 10  # training updates for each move of raw
 
 every_ten = br.Alternate(train=TRAIN)
@@ -40,7 +42,20 @@ METHODS: dict[str, Callable[[], br.Method]] = {
     "luketina2016": lambda: br.methods.luketina2016(schedule=every_ten),
     "lorraine2020": lambda: br.methods.lorraine2020(schedule=every_ten),
     "hoag2016": lambda: br.methods.hoag2016(schedule=every_ten),
+    "hataya2023": lambda: br.methods.hataya2023(schedule=every_ten),
+    "lorraine2018_joint": lambda: br.methods.lorraine2018_joint(schedule=every_ten),
+    "lorraine2018_joint, LowRank(10)": lambda: br.methods.lorraine2018_joint(
+        response=br.LowRank(10), schedule=every_ten
+    ),
+    "lorraine2018_simplified": lambda: br.methods.lorraine2018_simplified(schedule=every_ten),
+    "lorraine2018_fine_tuned": lambda: br.methods.lorraine2018_fine_tuned(SGD(0.1), 3, schedule=every_ten),
+    "domke2012, franceschi2017_reverse": lambda: br.methods.franceschi2017_reverse(Adam(1e-3), TRAIN),
+    "shaban2019": lambda: br.methods.shaban2019(Adam(1e-3), TRAIN, TRAIN // 2),
+    "maclaurin2015": lambda: br.methods.maclaurin2015(SGD(0.1, momentum=0.9), TRAIN),
+    "drmad2016": lambda: br.methods.drmad2016(SGD(0.1, momentum=0.9), TRAIN),
+    "franceschi2017_forward": lambda: br.methods.franceschi2017_forward(SGD(0.1, momentum=0.9), TRAIN),
 }
+SCALING = ("plain", "adjoint", "adjoint, pair_every=3", "luketina2016", "lorraine2020", "hoag2016")
 
 
 def network() -> nn.Sequential:
@@ -128,7 +143,7 @@ def main() -> None:
     print(f"{'hypers':>12s} {'method':24s} {'ms an update':>13s} {'x plain':>8s} {'GB':>7s} {'x plain':>8s}")
     for count in options.counts:
         plain: dict[str, Any] = {}
-        for name in METHODS:
+        for name in SCALING:
             row = point(name, count, options)
             if row.get("failed"):
                 print(f"{count:12,d} {name:24s} failed", flush=True)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import bestresponse as br
 from bestresponse import vectors
-from bestresponse.hypergradient import Linearization
+from bestresponse.hypergradient import Linearization, _set_random_state
 from bestresponse.testing import Ridge, net_problem
 
 wide = settings(deadline=None, max_examples=25, derandomize=True)
@@ -333,7 +333,7 @@ def _slope(at: Linearization, direction: dict[str, Tensor]) -> Tensor:
     """⟨∂L/∂w of the last layer, direction⟩ with the masks of the products: L is homogeneous in that layer."""
     last = {name: part if name.startswith("3.") else torch.zeros_like(part) for name, part in direction.items()}
     with torch.random.fork_rng():
-        torch.set_rng_state(at._random[0][0])
+        _set_random_state(at._random[0], at.problem.device)
         return vectors.dot(br.train_gradient(at.problem, at.params, at.raw, at._batches[0], buffers={}).params, last)
 
 

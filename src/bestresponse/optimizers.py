@@ -17,7 +17,7 @@ OptimizerFactory = Callable[[Any], Optimizer]
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
 
 
-def inverse_root(optimizer: Optimizer, after: float = 30.0) -> LambdaLR:
+def inverse_root(optimizer: Optimizer, after: float = 100.0) -> LambdaLR:
     """A schedule that slows down for ever: lr / √(1 + n / after) at update n.
 
     Fast while there is far to go, slow when only noise is left to follow; and it need not know how long a run will be.

@@ -596,7 +596,7 @@ def test_a_schedule_of_rates_ends_lower_than_the_best_constant_rate():
         lambda model, batch, hyper: known.problem.train_loss(model, batch, {"decay": torch.tensor(1e-3)}),
     )
     method = br.Unrolled(br.Reverse(), SGD("lr"), steps, hyper_optimizer=partial(TorchAdam, lr=0.03))
-    result = br.tune(problem, method, known.train, known.train, steps=100)
+    result = br.tune(problem, method, known.train, known.train, steps=200)
     assert excess(result.values["lr"]) < 0.3 * constant
 
 

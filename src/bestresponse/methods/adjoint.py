@@ -326,6 +326,8 @@ class Adjoint(Method):
 
     def _update(self, state: AdjointState, gradient: Params) -> None:
         """Move the weights."""
+        for name, square in state.squares.items():
+            square.lerp_(gradient[name].square(), 1 - BETAS[1])
         state.params_updater.update(state.params, gradient)
         state.updates += 1
         weight = 1 / min(state.updates, self.average)
@@ -336,8 +338,6 @@ class Adjoint(Method):
                 state.buffers[name].lerp_(buffer, weight)
             else:
                 state.buffers[name].copy_(buffer)
-        for name, square in state.squares.items():
-            square.lerp_(gradient[name].square(), 1 - BETAS[1])
 
     def _pace(self, state: AdjointState, name: str) -> tuple[float | Tensor, Tensor, float | Tensor]:
         """The weight optimizer's rate, divisor and decay; the divisor is estimated where the optimizer has none."""
