@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import bestresponse as br
 from bestresponse.testing import TinyNet, net_problem
+from bestresponse.watch import find_in_weights
 
 T1T2 = br.methods.luketina2016()
 JOINT = br.methods.lorraine2018_joint()
@@ -422,10 +423,12 @@ def test_nothing_is_said_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["every step", "at the end"])
 @pytest.mark.parametrize("show", [True, None], ids=["asked for", "in a terminal"])
 def test_progress_shows_losses_and_hypers(
-    show: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    show: bool | None, seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bestresponse.console.SETTLE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("LINES", "20")
     if show is None:
@@ -544,6 +547,12 @@ def test_weights_that_are_not_finite_are_never_saved(at: str, tmp_path: Path) ->
     assert_finite(result)
     poison.on = False
     assert_same_run(poison.run(PLAIN, steps=12), poison.run(PLAIN, steps=12, resume=True, **arguments))
+
+
+def test_one_weight_that_is_not_finite_is_enough() -> None:
+    params = {"a": torch.zeros(3), "b": torch.tensor([[0.0, math.inf], [0.0, 0.0]])}
+    assert find_in_weights(4, params) == "Weights in 'b' became NaN or infinite by step 4."
+    assert find_in_weights(4, {"a": torch.zeros(3)}) is None
 
 
 def test_hyper_that_overflows_is_named() -> None:
