@@ -18,10 +18,14 @@ LAYERS = """
     vectors  extras  memory  tolerances
     problem  history
     stream  gradients  checkpoint  functional  state  optimizers  watch  console
-    solvers  perturb  responses
+    solvers  perturb  responses  updates
+    unrolling.course
+    unrolling.reverse  unrolling.forward  unrolling.reversible
+    unrolling.fine_tune
+    unrolling
     method  hypergradient
     evaluation  result  preflight
-    methods.adjoint  methods.best_response  methods.implicit  methods.black_box
+    methods.adjoint  methods.best_response  methods.implicit  methods.black_box  methods.unrolled
     methods.catalog
     methods
     tune  audit

@@ -565,3 +565,29 @@ def test_without_a_device_batches_are_left_as_they_are():
 
 def test_an_epoch_is_moved_too():
     assert next(br.Stream([torch.ones(1)], device=torch.device("meta")).epoch()).device.type == "meta"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", ["list", "Batches", "DataLoader"])
+def test_a_batch_that_is_drawn_can_be_had_again(kind, shuffle):
+    """Three passes drawn at once are the batches of another stream, whenever and however often they are asked for."""
+    batches = br.Batches(torch.arange(10.0), torch.arange(10.0) ** 2, size=4, shuffle=shuffle, index=True)
+    with torch.device("cpu"):
+        loader = DataLoader(TensorDataset(torch.arange(10.0), torch.arange(10.0)), batch_size=4, shuffle=shuffle)
+    data = {"list": list(batches), "Batches": batches, "DataLoader": loader}[kind]
+    drawing, plain = br.Stream(data, seed=1), br.Stream(data, seed=1)
+    draws = [drawing.draw() for _ in range(9)]
+    expected = [next(plain) for _ in range(9)]
+    for draw, batch in [*zip(draws, expected, strict=True)][::-1] * 2:
+        for ours, theirs in zip(draw(), batch, strict=True):
+            assert torch.equal(ours, theirs)
+    assert drawing.state_dict() == plain.state_dict()
+
+
+def test_a_drawn_batch_of_batches_holds_no_rows():
+    """Only their numbers: many may be kept."""
+    batches = br.Batches(torch.zeros(1000, 1000), size=500)
+    rows = next(batches.rows())
+    assert isinstance(rows, Tensor)
+    assert rows.shape == (500,)
+    assert batches.take(rows)[0].shape == (500, 1000)

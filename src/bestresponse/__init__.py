@@ -1,12 +1,12 @@
 """Tune every continuous hyperparameter of a PyTorch model inside one training run."""
 
-from bestresponse import callbacks, functional, methods
+from bestresponse import callbacks, functional, methods, updates
 from bestresponse.audit import Audit, audit
 from bestresponse.gradients import curvature_product, mixed_product, train_gradient, valid_gradient
 from bestresponse.history import History
 from bestresponse.hypergradient import hypergradient
 from bestresponse.method import Alternate, Method, Metrics, Schedule, ThenTune
-from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random
+from bestresponse.methods import Adjoint, BestResponse, BlackBox, Grid, Implicit, Random, Unrolled
 from bestresponse.perturb import Box, Gaussian, Perturbation
 from bestresponse.problem import Problem, evaluate
 from bestresponse.responses import MLP, Linear, LowRank, Response
@@ -17,6 +17,7 @@ from bestresponse.state import State
 from bestresponse.stream import Batches, Stream
 from bestresponse.tolerances import GeometricTolerance, PowerTolerance, Tolerance
 from bestresponse.tune import Event, tune
+from bestresponse.unrolling import Checkpointed, DrMAD, FineTune, Forward, Reverse, Reversible
 
 __all__ = [
     "CG",
@@ -28,8 +29,12 @@ __all__ = [
     "BestResponse",
     "BlackBox",
     "Box",
+    "Checkpointed",
     "Dense",
+    "DrMAD",
     "Event",
+    "FineTune",
+    "Forward",
     "Gaussian",
     "GeometricTolerance",
     "Grid",
@@ -50,6 +55,8 @@ __all__ = [
     "Random",
     "Response",
     "Result",
+    "Reverse",
+    "Reversible",
     "Schedule",
     "Solution",
     "Solver",
@@ -60,6 +67,7 @@ __all__ = [
     "ThenTune",
     "Tolerance",
     "Turn",
+    "Unrolled",
     "audit",
     "callbacks",
     "curvature_product",
@@ -74,5 +82,6 @@ __all__ = [
     "per_weight",
     "train_gradient",
     "tune",
+    "updates",
     "valid_gradient",
 ]

@@ -67,6 +67,14 @@ def require_part(name: str, part: object, kind: type, example: str) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, such as {example}; got {part!r}{call}")
 
 
+class ReadsHypers(abc.ABC):
+    """A method that makes use of hypers itself, such as a learning rate. The training loss need not read those."""
+
+    @abc.abstractmethod
+    def reads(self, problem: Problem) -> frozenset[str]:
+        """Their names. Raises where a hyper cannot be what the method takes it for."""
+
+
 class Plan(NamedTuple):
     """What one step does: so many training updates, then a change of raw or none."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bestresponse import vectors
 from bestresponse.history import COLUMNS
-from bestresponse.method import Method, require_part
+from bestresponse.method import Method, ReadsHypers, require_part
 from bestresponse.problem import Loss, Params, Problem, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
@@ -81,6 +81,7 @@ def check(
             f"{problem.space.sampled[0]!r} is declared sampled: it cannot be differentiated. Use br.methods.adjoint(), "
             "or a method that only samples, such as br.methods.lorraine2018_joint()"
         )
+    reads = method.reads(problem) if isinstance(method, ReadsHypers) else frozenset()
     with torch.random.fork_rng(devices=[problem.device] if problem.device.type == "cuda" else []):
         seen = _check_loss(problem, method, "train", train, outside)
         _check_loss(problem, method, "valid", valid, outside)
@@ -93,7 +94,7 @@ def check(
                     measured = dataclasses.replace(problem, valid_loss=metric)
                     evaluate(measured, "valid", problem.params(), values, stream.peek())
     for name in problem.space:
-        if name not in seen:
+        if name not in seen | reads:
             raise ValueError(
                 f"train_loss never reads hyper {name!r}: it could not be tuned. Use hyper[{name!r}] in train_loss, or "
                 "take it out of the space"

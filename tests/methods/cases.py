@@ -7,6 +7,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import bestresponse as br
 from bestresponse.testing import Case, Ends
+from bestresponse.updates import SGD as Descent
+from bestresponse.updates import Adam as Rule
 
 adam = partial(Adam, lr=1e-2)
 fast = partial(Adam, lr=5e-2)
@@ -19,6 +21,8 @@ exactly = {
     "hyper_optimizer": partial(Adam, lr=0.1),
     "hyper_lr_schedule": partial(CosineAnnealingLR, T_max=200),
 }
+falling = {"hyper_optimizer": partial(Adam, lr=0.3), "hyper_lr_schedule": partial(CosineAnnealingLR, T_max=60)}
+heavy = Descent(0.1, momentum=0.5)
 
 CASES = [
     Case(
@@ -179,5 +183,75 @@ CASES = [
         ridge=Ends(excess=1e-6, distance=1e-6),
         quadratic=Ends(excess=1e-6, distance=1e-6),
         short=br.methods.hataya2023(3, damping=5.0),
+    ),
+    # Through twelve updates from zero. What is exact is the hypergradient of those; they end that near w*.
+    Case(
+        "domke2012",
+        br.methods.domke2012(Descent(0.3), 12, **falling),
+        steps=60,
+        ridge=Ends(excess=2e-3, distance=2e-3),
+        quadratic=Ends(excess=2e-3, distance=0.01),
+        short=br.methods.domke2012(heavy, 2),
+    ),
+    Case(
+        "maclaurin2015",
+        br.methods.maclaurin2015(Descent(0.15, momentum=0.3), 12, **falling),
+        steps=60,
+        ridge=Ends(excess=2e-3, distance=2e-3),
+        quadratic=Ends(excess=2e-3, distance=0.03),
+        short=br.methods.maclaurin2015(heavy, 2),
+    ),
+    Case(
+        "drmad2016",
+        br.methods.drmad2016(Descent(0.3), 12, **falling),
+        steps=60,
+        ridge=Ends(excess=2e-3, distance=2e-3),
+        quadratic=Ends(excess=2e-3, distance=0.01),
+        short=br.methods.drmad2016(heavy, 2),
+    ),
+    Case(
+        "shaban2019",
+        br.methods.shaban2019(Descent(0.3), 12, 4, **falling),
+        steps=60,
+        ridge=Ends(excess=2e-3, distance=2e-3),
+        quadratic=Ends(excess=0.01, distance=0.01),
+        short=br.methods.shaban2019(heavy, 3, 1),
+    ),
+    Case(
+        "franceschi2017_forward",
+        br.methods.franceschi2017_forward(
+            Descent(0.25),
+            2,
+            hyper_optimizer=partial(Adam, lr=0.15),
+            hyper_lr_schedule=partial(CosineAnnealingLR, T_max=80),
+        ),
+        steps=80,
+        ridge=Ends(excess=2e-3, distance=1e-4),
+        quadratic=Ends(excess=2e-3, distance=1e-3),
+        short=br.methods.franceschi2017_forward(heavy, 1),
+    ),
+    Case(
+        "unrolled checkpointed, going on",
+        br.Unrolled(br.Checkpointed(), Descent(0.2, momentum=0.3), 10, restart=False, **falling),
+        steps=60,
+        ridge=Ends(excess=2e-3, distance=1e-4),
+        quadratic=Ends(excess=2e-3, distance=1e-3),
+        short=br.Unrolled(br.Checkpointed(), Rule(0.05), 3, restart=False),
+    ),
+    Case(
+        "lorraine2018_fine_tuned",
+        br.methods.lorraine2018_fine_tuned(
+            Descent(0.25),
+            3,
+            perturb=br.Gaussian(0.3),
+            optimizer=partial(Adam, lr=3e-2),
+            hyper_optimizer=partial(Adam, lr=3e-2),
+            lr_schedule=partial(CosineAnnealingLR, T_max=250),
+            hyper_lr_schedule=partial(CosineAnnealingLR, T_max=250),
+        ),
+        steps=250,
+        ridge=Ends(excess=5e-3, distance=0.02),
+        quadratic=Ends(excess=5e-3, distance=0.02),
+        short=br.methods.lorraine2018_fine_tuned(heavy, 2),
     ),
 ]
