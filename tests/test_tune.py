@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -424,17 +425,20 @@ def test_nothing_is_said_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["every step", "at the end"])
-@pytest.mark.parametrize("show", [True, None], ids=["asked for", "in a terminal"])
+@pytest.mark.parametrize("show", [True, None, "notebook"], ids=["asked for", "in a terminal", "in a notebook"])
 def test_progress_shows_losses_and_hypers(
-    show: bool | None, seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    show: bool | str | None, seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bestresponse.console.SETTLE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("LINES", "20")
     if show is None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if show == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    asked = True if show is True else None
     problem, train, valid = net_problem()
-    result = br.tune(problem, T1T2, train, valid, steps=5, progress=show, evaluate={"test": valid}, evaluate_every=2)
+    result = br.tune(problem, T1T2, train, valid, steps=5, progress=asked, evaluate={"test": valid}, evaluate_every=2)
     out, err = capsys.readouterr()
     assert out == ""
     last = err.rstrip().rsplit("\r", 1)[-1]
