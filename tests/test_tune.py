@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import bestresponse as br
+from bestresponse.console import Clock
 from bestresponse.testing import TinyNet, net_problem
 from bestresponse.watch import find_in_weights
 
@@ -416,6 +417,20 @@ def test_ctrl_c_is_taken_for_the_run_only(fails: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- progress
+
+
+def test_seconds_are_those_of_all_sittings_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("bestresponse.console.time.perf_counter", lambda: now[0])
+    clock = Clock()
+    now[0] += 1000.0  # preparations
+    clock.seconds = 7.0  # of an earlier sitting
+    clock.start()
+    now[0] += 3.0
+    with clock.paused():
+        now[0] += 50.0
+    now[0] += 2.0
+    assert clock.seconds == 12.0
 
 
 def test_nothing_is_said_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
