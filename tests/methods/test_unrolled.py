@@ -406,6 +406,31 @@ def test_weights_on_the_way_back_are_those_of_the_way_forth_bit_for_bit(dtype, m
         assert all(torch.equal(back[i * each], forth[i]) for i in range(150))
 
 
+@pytest.mark.parametrize("mode", [br.Reverse(), br.Checkpointed(), br.Reversible(), br.Forward()], ids=repr)
+def test_every_update_has_random_numbers_of_its_own_and_the_same_on_the_way_back(mode):
+    drawn: list[float] = []
+
+    def train_loss(model, batch, hyper):
+        drawn.append(float(torch.rand(())))
+        return hyper["decay"] * model(batch).square().mean()
+
+    problem = br.Problem(nn.Linear(2, 1), br.Space(decay=br.Hyper(0.1, log=True)), train_loss, train_loss)
+    method = br.Unrolled(mode, SGD(0.1, momentum=0.5), 4)
+    outside = torch.get_rng_state()
+    hypergradient(method, problem, [torch.ones(3, 2)], [torch.ones(3, 2)])
+    forth = drawn[:4]
+    assert len(set(forth)) == 4
+    assert {number for number in drawn if number not in forth} == {drawn[4]}, "the validation loss's own"
+    assert isinstance(mode, br.Forward) or drawn[-1] == forth[0]
+    again, drawn[:] = list(drawn), []
+    torch.set_rng_state(outside)
+    hypergradient(method, problem, [torch.ones(3, 2)], [torch.ones(3, 2)])
+    assert drawn == again
+    drawn.clear()
+    hypergradient(method, problem, [torch.ones(3, 2)], [torch.ones(3, 2)], seed=1)
+    assert not set(drawn[:4]) & set(forth)
+
+
 def test_a_gradient_that_comes_out_differently_the_second_time_is_noticed():
     problem, data = watched()
     numbers = random.Random(0)
@@ -595,8 +620,8 @@ def test_a_schedule_of_rates_ends_lower_than_the_best_constant_rate():
         lambda model, batch, hyper: known.problem.train_loss(model, batch, {"decay": torch.tensor(1e-3)}),
         lambda model, batch, hyper: known.problem.train_loss(model, batch, {"decay": torch.tensor(1e-3)}),
     )
-    method = br.Unrolled(br.Reverse(), SGD("lr"), steps, hyper_optimizer=partial(TorchAdam, lr=0.03))
-    result = br.tune(problem, method, known.train, known.train, steps=200)
+    method = br.Unrolled(br.Reverse(), SGD("lr"), steps, hyper_optimizer=partial(TorchAdam, lr=0.1))
+    result = br.tune(problem, method, known.train, known.train, steps=60)
     assert excess(result.values["lr"]) < 0.3 * constant
 
 
