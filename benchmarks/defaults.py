@@ -121,6 +121,7 @@ def run(job: Job, device: str) -> dict[str, Any]:
         "start": job.start,
         "seed": job.seed,
         **result.metrics,
+        "torch": torch.__version__,
         "gradients": result.state.cost.gradients,
         "seconds": seconds,
         "cpu_seconds": time.process_time() - began,
@@ -193,7 +194,6 @@ def main() -> None:
             if options.out:
                 report = {
                     "date": datetime.now(UTC).date().isoformat(),
-                    "torch": torch.__version__,
                     "python": platform.python_version(),
                     "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
                     "rows": sorted(rows, key=lambda r: (r["problem"], r["method"], str(r["start"]), r["seed"])),
