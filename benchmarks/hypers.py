@@ -16,7 +16,7 @@ import multiprocessing
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -29,9 +29,8 @@ from torch.nn import functional as F
 import bestresponse as br
 from bestresponse.updates import SGD, Adam
 
-COUNTS = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000)
-WIDTHS = (784, 2752, 2752, 10)
-WEIGHTS = sum(n * m + m for n, m in pairwise(WIDTHS))  # ten million
+COUNTS = (1, 1_000, 100_000, 1_000_000, 10_000_000)
+WIDTHS = (784, 2752, 2752, 10)  # ten million weights
 TRAIN = 10  # training updates for each move of raw
 
 every_ten = br.Alternate(train=TRAIN)
@@ -55,28 +54,33 @@ METHODS: dict[str, Callable[[], br.Method]] = {
     "drmad2016": lambda: br.methods.drmad2016(SGD(0.1, momentum=0.9), TRAIN),
     "franceschi2017_forward": lambda: br.methods.franceschi2017_forward(SGD(0.1, momentum=0.9), TRAIN),
 }
-SCALING = ("plain", "adjoint", "adjoint, pair_every=3", "luketina2016", "lorraine2020", "hoag2016")
+SCALING = ("plain", "adjoint", "adjoint, pair_every=3", "luketina2016", "lorraine2020")
 
 
-def network() -> nn.Sequential:
+def size(widths: Sequence[int]) -> int:
+    """How many weights a network has."""
+    return sum(n * m + m for n, m in pairwise(widths))
+
+
+def network(widths: Sequence[int]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for n, m in pairwise(WIDTHS):
+    for n, m in pairwise(widths):
         layers += [nn.Linear(n, m), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def problem(count: int, device: torch.device, batch: int) -> tuple[br.Problem, br.Batches]:
+def problem(count: int, device: torch.device, batch: int, widths: Sequence[int]) -> tuple[br.Problem, br.Batches]:
     torch.manual_seed(0)
-    model = network().to(device)
-    weights = sum(p.numel() for p in model.parameters())
+    model = network(widths).to(device)
+    weights = size(widths)
     shape: Any = br.per_weight(model) if count >= weights // 2 else (count,)
-    size = math.ceil(weights / count)
+    group = math.ceil(weights / count)
 
     def penalty(model: nn.Module, decay: Any) -> Tensor:
         if not isinstance(decay, Tensor):
             return br.functional.l2(model, decay)
         squares = torch.cat([p.flatten() for p in model.parameters()]).square()
-        return (decay * F.pad(squares, (0, size * count - weights)).view(count, size).sum(1)).sum()
+        return (decay * F.pad(squares, (0, group * count - weights)).view(count, group).sum(1)).sum()
 
     def train_loss(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
         x, y = batch
@@ -87,17 +91,17 @@ def problem(count: int, device: torch.device, batch: int) -> tuple[br.Problem, b
         return F.cross_entropy(model(x), y)
 
     space = br.Space(decay=br.Hyper(1e-6, low=1e-12, high=1.0, log=True, shape=shape))
-    x, y = torch.randn(4 * batch, WIDTHS[0], device=device), torch.randint(0, 10, (4 * batch,), device=device)
+    x, y = torch.randn(4 * batch, widths[0], device=device), torch.randint(0, 10, (4 * batch,), device=device)
     return br.Problem(model, space, train_loss, valid_loss), br.Batches(x, y, size=batch)
 
 
-def measure(name: str, count: int, device: str, steps: int, batch: int, threads: int, results: Any) -> None:
+def measure(name: str, count: int, options: argparse.Namespace, results: Any) -> None:
     """One point: seconds a training update, and bytes at the peak."""
-    torch.set_num_threads(threads)
-    place = torch.device(device)
+    torch.set_num_threads(options.threads)
+    place, steps = torch.device(options.device), options.steps
     if place.type == "cuda":
         torch.zeros((), device=place)
-    task, data = problem(count, place, batch)
+    task, data = problem(count, place, options.batch, options.widths)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     method = METHODS[name]()
     state = method.init(task, seed=0)
@@ -120,8 +124,7 @@ def measure(name: str, count: int, device: str, steps: int, batch: int, threads:
 def point(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    arguments = (name, count, options.device, options.steps, options.batch, options.threads, results)
-    process = context.Process(target=measure, args=arguments)
+    process = context.Process(target=measure, args=(name, count, options, results))
     process.start()
     while process.is_alive() and results.empty():
         time.sleep(0.05)
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="moves of raw that are timed")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 Bias: on ridge with one decay per weight the hypergradient is known. Each method is left to train with raw kept still,
 long enough to settle, and what it then hands to the optimizer of raw is compared with the closed form. Cost and memory
-are those of ``hypers.py``, at ten million weights and few hypers.
+are measured as in ``hypers.py``, with four million weights and few hypers.
 
     python benchmarks/methods.py [--out benchmarks/results/methods.json]
 """
@@ -50,6 +50,21 @@ SETTLED: dict[str, tuple[Any, int]] = {
     "franceschi2017_forward": (br.methods.franceschi2017_forward(SGD(0.1), 10, **still), 40),
 }
 
+FIRST, SECOND = "first derivatives", "second derivatives, or first with central products"
+NEEDS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(SETTLED, (SECOND, "any number")),
+    "adjoint": (f"{FIRST}; in a sampled hyper none", "any number"),
+    "adjoint, pair_every=3": (f"{FIRST}; in a sampled hyper none", "any number"),
+    "lorraine2018_joint": (f"{FIRST} in the weights", "dozens"),
+    "lorraine2018_joint, LowRank(10)": (f"{FIRST} in the weights", "thousands"),
+    "lorraine2018_fine_tuned": ("second derivatives", "dozens"),
+    "franceschi2017_forward": ("second derivatives", "dozens, those of the optimizer too"),
+    **dict.fromkeys(
+        ("domke2012, franceschi2017_reverse", "shaban2019", "maclaurin2015", "drmad2016"),
+        (SECOND, "any number, those of the optimizer too"),
+    ),
+}
+
 
 class Recorder:
     """Stands where raw's optimizer does, and keeps what it is given."""
@@ -84,6 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--widths", type=int, nargs="+", default=(784, 1600, 1600, 10))
     parser.add_argument("--only-bias", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -91,7 +107,8 @@ def main() -> None:
     rows = []
     plain = {} if options.only_bias else hypers.point("plain", HYPERS, options)
     for name in SETTLED:
-        row: dict[str, Any] = {"method": name, **bias(name)}
+        needs, count = NEEDS[name]
+        row: dict[str, Any] = {"method": name, "needs": needs, "count": count, **bias(name)}
         if plain:
             cost = hypers.point(name, HYPERS, options)
             row["failed"] = cost.get("failed", False)
@@ -105,7 +122,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
-            "weights": hypers.WEIGHTS,
+            "weights": hypers.size(options.widths),
             "hypers": HYPERS,
             "batch": options.batch,
             "rows": rows,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,149 @@ def schedule(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"unrolled_memory": unrolled_memory, "schedule": schedule}
+def defaults(report: dict[str, Any]) -> str:
+    """Each problem: tuned in one run, and the fixed setting that is best on validation."""
+    rows = report["rows"]
+    lines = [
+        f"Mean and standard deviation over seeds {seeds(rows)} ({report['date']}); *best fixed* is the best on "
+        "validation of all settings of a grid, each trained as often:",
+        "",
+        "| problem | | valid | test | gradients |",
+        "|---|---|---|---|---|",
+    ]
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        groups = grouped([row for row in rows if row["problem"] == problem], "method", "start")
+        fixed = [members for (method, _), members in groups.items() if method == "fixed"]
+        best = min(fixed, key=lambda members: mean(members, "valid/loss"), default=None)
+        shown = [(method, start, members) for (method, start), members in groups.items() if method != "fixed"]
+        if best is not None:
+            total = sum(len(members) for members in fixed) // len(best) * best[0]["gradients"]
+            shown.append(
+                (f"best fixed of {len(fixed)}", best[0]["start"], [{**row, "gradients": total} for row in best])
+            )
+        for method, start, members in shown:
+            lines.append(
+                f"| {problem} | {method}, {'at' if 'fixed' in method else 'from'} {start:.3g} "
+                f"| {spread(members, 'valid/loss')} | {spread(members, 'test/loss')} | {members[0]['gradients']:,} |"
+            )
+    return "\n".join(lines)
+
+
+def dropout_grid(report: dict[str, Any]) -> str:
+    """Of all fixed settings the best on validation, the best on test, and the tuned runs."""
+    rows, tuned = report["rows"], report["tuned"]
+    lines = [
+        f"{report['updates']:,} training updates; weights averaged over the last 100, or as they are "
+        f"({report['date']}):",
+        "",
+        "| | rates | valid | test |",
+        "|---|---|---|---|",
+    ]
+    for seed in sorted({row["seed"] for row in rows}):
+        own = [row for row in rows if row["seed"] == seed]
+        for kind in ("averaged", "final"):
+            best = min(own, key=lambda row: row[f"valid/{kind}"])
+            lowest = min(row[f"test/{kind}"] for row in own)
+            lines.append(
+                f"| seed {seed}, best of {len(own)}, {kind} | {rates(best['rates'])} | {best[f'valid/{kind}']:.4f} "
+                f"| {best[f'test/{kind}']:.4f} (lowest of all {lowest:.4f}) |"
+            )
+        lines += [
+            f"| seed {seed}, tuned from {row['start']} | {rates(row['rates'])} | {row['valid']:.4f} "
+            f"| {row['test']:.4f} |"
+            for row in tuned
+            if row["seed"] == seed
+        ]
+    return "\n".join(lines)
+
+
+def first_order(report: dict[str, Any]) -> str:
+    """A row a model: how close the pair comes to second derivatives, and whether torch has them."""
+    lines = [
+        f"On {report['device']}, torch {report['torch']}, {report['date']}:",
+        "",
+        "| model | mixed product, relative error | curvature product, relative error | twice differentiable |",
+        "|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        twice = "yes" if row["twice"] is True else "no"
+        lines.append(f"| {row['model']} | {row['mixed error']:.1e} | {row['curvature error']:.1e} | {twice} |")
+    return "\n".join(lines)
+
+
+def hypers(report: dict[str, Any]) -> str:
+    """A row for each number of hypers, two columns a method."""
+    rows = report["rows"]
+    names = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "plain"]
+    lines = [
+        f"Time of a training update and memory at the peak, plain training as 1; ten million weights, batches of "
+        f"{report['batch']}, raw moved every ten updates ({report['device']}, torch {report['torch']}, "
+        f"{report['date']}):",
+        "",
+        "| hypers | " + " | ".join(f"`{name}`" for name in names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for count in dict.fromkeys(row["hypers"] for row in rows):
+        own = {row["method"]: row for row in rows if row["hypers"] == count}
+        cells = " | ".join(f"{own[n]['times']:.2f}, {own[n]['memory']:.2f}" if n in own else "" for n in names)
+        lines.append(f"| {count:,} | {cells} |")
+    return "\n".join(lines)
+
+
+def methods(report: dict[str, Any]) -> str:
+    """A row a method: bias, cost, memory."""
+    lines = [
+        f"Measured {report['date']} with torch {report['torch']}. *Direction* and *size* compare the hypergradient on "
+        "ridge, after training with raw kept still, with the closed form. *Time* (of a training update) and *memory* "
+        f"(at the peak) are multiples of plain training, for {report['weights']:,} weights, {report['hypers']} hypers "
+        f"and batches of {report['batch']}, on {report['device']}:",
+        "",
+        "| method | direction (cosine) | size | time | memory | hypers | of the training loss it needs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        cost = "not measured | " if row.get("failed") else f"{row['times']:.1f} | {row['memory']:.1f}"
+        lines.append(
+            f"| `{row['method']}` | {row['cosine']:.4f} | {row['size']:.2f} | {cost} | {row['count']} "
+            f"| {row['needs']} |"
+        )
+    return "\n".join(lines)
+
+
+def seeds(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+
+
+def rates(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.2f}" for number in numbers)
+
+
+def grouped(rows: list[dict[str, Any]], *names: str) -> dict[Any, list[dict[str, Any]]]:
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def mean(rows: list[dict[str, Any]], column: str) -> float:
+    return statistics.mean(row[column] for row in rows)
+
+
+def spread(rows: list[dict[str, Any]], column: str) -> str:
+    numbers = [row[column] for row in rows]
+    return f"{statistics.mean(numbers):.5f} ± {statistics.stdev(numbers) if len(numbers) > 1 else 0:.5f}"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "unrolled_memory": unrolled_memory,
+    "schedule": schedule,
+    "defaults": defaults,
+    "dropout_grid": dropout_grid,
+    "first_order_cpu": first_order,
+    "first_order_cuda": first_order,
+    "hypers": hypers,
+    "methods": methods,
+}
 
 
 def renewed(page: str) -> str:
