@@ -32,7 +32,7 @@ from bestresponse.papers.data import fashion_mnist, mnist
 UPDATES = 3000
 SHARED = tuple(10.0**power for power in range(-9, 1))  # decays of the fixed settings
 #: A plain run: no pairs, raw never moves.
-FIXED = br.Adjoint(pair_every=10**9, schedule=br.Alternate(train=10, warmup=10**9))
+FIXED = br.Adjoint(pair_every=10**9, schedule=br.Alternate(train=10, warmup=math.inf))
 
 
 @dataclass(frozen=True)

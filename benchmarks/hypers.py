@@ -35,7 +35,7 @@ TRAIN = 10  # training updates for each move of raw
 
 every_ten = br.Alternate(train=TRAIN)
 METHODS: dict[str, Callable[[], br.Method]] = {
-    "plain": lambda: br.methods.luketina2016(schedule=br.Alternate(train=TRAIN, warmup=10**9)),
+    "plain": lambda: br.methods.luketina2016(schedule=br.Alternate(train=TRAIN, warmup=math.inf)),
     "adjoint": lambda: br.methods.adjoint(schedule=every_ten),
     "adjoint, pair_every=3": lambda: br.methods.adjoint(schedule=every_ten, pair_every=3),
     "luketina2016": lambda: br.methods.luketina2016(schedule=every_ten),

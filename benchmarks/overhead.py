@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import tempfile
@@ -91,7 +92,9 @@ def tuned(make: Callable[[], nn.Module], batches: br.Batches, steps: int, device
     torch.manual_seed(0)
     space = br.Space(decay=br.Hyper(1e-4, low=1e-8, high=1.0, log=True))
     problem = br.Problem(make().to(device), space, train_loss, valid_loss)
-    method = br.methods.luketina2016(schedule=br.Alternate(warmup=10**9), optimizer=partial(torch.optim.Adam, lr=1e-3))
+    method = br.methods.luketina2016(
+        schedule=br.Alternate(warmup=math.inf), optimizer=partial(torch.optim.Adam, lr=1e-3)
+    )
 
     def run(count: int) -> float:
         with tempfile.TemporaryDirectory() as directory:

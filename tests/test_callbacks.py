@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ def scripted(losses: Mapping[int, float], *callbacks: Any, steps: int = 20, **ar
         lambda model, batch, hyper: -model.count + 1e-300 * hyper["unused"],
         valid_loss,
     )
-    method = br.Implicit(br.Identity(), schedule=br.Alternate(warmup=10**9), optimizer=partial(SGD, lr=1.0))
+    method = br.Implicit(br.Identity(), schedule=br.Alternate(warmup=math.inf), optimizer=partial(SGD, lr=1.0))
     data = [torch.zeros(1)]
     arguments = {"evaluate": {"valid": data}, "evaluate_every": 1, **arguments}
     return br.tune(problem, method, data, data, steps=steps, callbacks=callbacks, **arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import bestresponse as br
+from bestresponse.testing import net_problem
 
 IMPLICIT = br.methods.luketina2016()  # needs the training loss's derivative in every hyper
 JOINT = br.methods.lorraine2018_joint()  # does not
@@ -323,7 +325,7 @@ def test_nan_on_the_very_first_batch_leaves_the_model_as_it_was(tmp_path: Path) 
         return decayed(model, batch, hyper) * torch.nan
 
     wrong = problem(nan_loss)
-    method = br.methods.luketina2016(schedule=br.Alternate(warmup=100))
+    method = br.methods.luketina2016(schedule=br.Alternate(warmup=math.inf))
     with pytest.warns(RuntimeWarning, match=r"train_loss became nan at step 1 \(train batch number 1\)"):
         result = br.tune(wrong, method, batches(), batches(), steps=3, run_dir=tmp_path / "run")
     assert (result.status, result.step) == (br.Status.NON_FINITE, 0)
@@ -461,3 +463,12 @@ def test_run_dir_at_or_below_a_file(below: str, tmp_path: Path, refuse: Callable
     (tmp_path / "file").write_text("in the way")
     with_file = tmp_path / "file" / below
     refuse(OSError, str(with_file if below != "a/b" else with_file.parent.parent), problem(), run_dir=with_file)
+
+
+def test_a_run_that_ends_within_its_warmup_is_told_so(device):
+    problem, train, valid = net_problem()
+    method = br.Implicit(schedule=br.Alternate(train=10, warmup=300))
+    with pytest.warns(UserWarning, match=r"no hyper will be changed: Implicit .* 30 steps make 300 training updates"):
+        br.tune(problem, method, train, valid, steps=30)
+    br.tune(problem, br.Implicit(schedule=br.Alternate(train=1, warmup=2)), train, valid, steps=3)
+    br.tune(problem, br.Implicit(schedule=br.Alternate(warmup=math.inf)), train, valid, steps=3)

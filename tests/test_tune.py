@@ -30,7 +30,7 @@ from bestresponse.watch import find_in_weights
 
 T1T2 = br.methods.luketina2016()
 JOINT = br.methods.lorraine2018_joint()
-PLAIN = br.methods.luketina2016(schedule=br.Alternate(warmup=10**9))
+PLAIN = br.methods.luketina2016(schedule=br.Alternate(warmup=math.inf))
 
 
 def error_rate(model: nn.Module, batch: Any, hyper: br.space.Values) -> Tensor:
@@ -48,7 +48,7 @@ def error_rate(model: nn.Module, batch: Any, hyper: br.space.Values) -> Tensor:
 def test_plain_training_is_a_bare_pytorch_loop(optimizer: Any) -> None:
     """Weights, BatchNorm statistics and losses, bit for bit; the net has dropout, tied and frozen weights."""
     problem, train, valid = net_problem()
-    method = br.Implicit(br.Identity(), schedule=br.Alternate(warmup=10**9), optimizer=optimizer)
+    method = br.Implicit(br.Identity(), schedule=br.Alternate(warmup=math.inf), optimizer=optimizer)
     steps, seed = 17, 3  # a pass has five batches
     result = br.tune(problem, method, train, valid, steps=steps, seed=seed)
 

@@ -97,11 +97,11 @@ class Alternate(Schedule):
 
     Args:
         train: Training updates a step.
-        warmup: The first so many training updates leave raw where it is.
+        warmup: The first so many training updates leave raw where it is; ``math.inf`` for training alone.
     """
 
     train: int = 1
-    warmup: int = 0
+    warmup: float = 0
 
     def __post_init__(self) -> None:
         if self.train < 1 or self.warmup < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from bestresponse import vectors
 from bestresponse.history import COLUMNS
-from bestresponse.method import Method, ReadsHypers, require_part
+from bestresponse.method import Alternate, Method, ReadsHypers, require_part
 from bestresponse.problem import Loss, Params, Problem, evaluate, evaluate_then
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
@@ -44,6 +45,15 @@ def check_arguments(
     for name, metric in (metrics or {}).items():
         if not callable(metric):
             raise TypeError(f"the metric {name!r} must be a function (model, batch, hyper); got {_short(metric)}")
+    schedule = getattr(method, "schedule", None)
+    if isinstance(schedule, Alternate) and schedule.warmup < math.inf and not schedule.plan(steps - 1).tune:
+        warnings.warn(
+            f"no hyper will be changed: {type(method).__name__} has {schedule!r}, and {steps} steps make "
+            f"{steps * schedule.train} training updates, all of them warm-up. Give more steps or a shorter warm-up; "
+            "br.Alternate(warmup=math.inf) is for training alone",
+            UserWarning,
+            stacklevel=3,
+        )
     if metrics and not evaluate:
         raise ValueError('metrics needs loaders to be evaluated on: evaluate={"test": test_loader}')
 

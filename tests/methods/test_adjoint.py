@@ -18,7 +18,7 @@ from bestresponse.gradients import antithetic_pair, curvature_product, mixed_pro
 from bestresponse.optimizers import Pace, Updater
 from bestresponse.testing import Ridge, net_problem
 
-still = br.Alternate(warmup=10**9)
+still = br.Alternate(warmup=math.inf)
 
 
 def tolerance(double: float, single: float) -> float:
