@@ -90,7 +90,10 @@ def antithetic_pair(
         [lambda: at(1.0, kept[0]), lambda: at(-1.0, kept[1])], problem.device
     )
     for name, buffer in buffers.items():
-        buffers[name] = (kept[0][name] + kept[1][name]) / 2 if buffer.is_floating_point() else kept[0][name]
+        first, second = kept[0][name], kept[1][name]
+        # Equal ones stay as they are: a mask of -inf has no mean.
+        mean = torch.where(first == second, first, (first + second) / 2) if buffer.is_floating_point() else first
+        buffers[name] = mean
     return Pair(
         (plus.loss + minus.loss) / 2,
         {name: (part + minus.params[name]) / 2 for name, part in plus.params.items()},

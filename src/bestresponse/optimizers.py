@@ -99,20 +99,28 @@ class Pace(NamedTuple):
     decay: float | Tensor
 
     @staticmethod
-    def of(optimizer: Optimizer, weight: Tensor) -> Pace:
-        """The pace of one tensor of weights, read from the optimizer's own state."""
-        group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+    def of_all(optimizer: Optimizer, vector: Mapping[str, Tensor]) -> dict[str, Pace]:
+        """The pace of each tensor of weights, read from the optimizer's own state."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        return {name: Pace._of(optimizer, weight, groups[id(weight)]) for name, weight in vector.items()}
+
+    @staticmethod
+    def _of(optimizer: Optimizer, weight: Tensor, group: Mapping[str, Any]) -> Pace:
         state = optimizer.state.get(weight, {})
+        momentum = group.get("momentum") or 0.0
         divisor: float | Tensor | None = None
         if "exp_avg_sq" in state and "betas" in group:  # Adam and its family
             second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
             divisor = (second / (1 - group["betas"][1] ** state["step"])).sqrt() + group["eps"]
         elif "square_avg" in state and "acc_delta" not in state:  # RMSprop
-            divisor = state["square_avg"].sqrt() + group["eps"]
+            square = state["square_avg"]
+            if "grad_avg" in state:
+                square = (square - state["grad_avg"].square()).clamp(min=0)
+            divisor = (square.sqrt() + group["eps"]) * (1 - momentum)
         elif "sum" in state and "lr_decay" in group:  # Adagrad
             divisor = state["sum"].sqrt() + group["eps"]
         elif isinstance(optimizer, torch.optim.SGD):
-            divisor = (1 - group["momentum"]) / (1 - group["dampening"])
+            divisor = (1.0 - momentum) / (1 - (group["dampening"] if momentum else 0.0))
         decay = group.get("weight_decay") or 0.0
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
         # A decoupled decay pulls by lr · decay · w, past the divisor: as curvature decay · D would.

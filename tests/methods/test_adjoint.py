@@ -18,7 +18,7 @@ from bestresponse.gradients import antithetic_pair, curvature_product, mixed_pro
 from bestresponse.optimizers import Pace, Updater
 from bestresponse.testing import Ridge, net_problem
 
-still = br.Alternate(warmup=math.inf)
+still = {"schedule": br.Alternate(), "hyper_optimizer": partial(SGD, lr=0.0)}
 
 
 def tolerance(double: float, single: float) -> float:
@@ -104,7 +104,7 @@ def test_the_adjoint_settles_at_the_damped_solution(horizon: float, momentum: fl
     known = Ridge()
     raw = {"decay.weight": normal(1, 1, 5)}
     method = br.Adjoint(
-        horizon=horizon, schedule=still, optimizer=partial(SGD, lr=0.1, momentum=momentum), average=1, tracking=0.1
+        horizon=horizon, **still, optimizer=partial(SGD, lr=0.1, momentum=momentum), average=1, tracking=0.1
     )
     state = method.init(known.problem)
     state.raw["decay.weight"].copy_(raw["decay.weight"])
@@ -131,7 +131,9 @@ def test_the_adjoint_settles_at_the_damped_solution(horizon: float, momentum: fl
         partial(Adam, lr=0.1),
         partial(Adam, lr=0.1, amsgrad=True),
         partial(torch.optim.NAdam, lr=0.1),
+        partial(SGD, lr=0.1, dampening=0.5),
         partial(torch.optim.RMSprop, lr=0.1),
+        partial(torch.optim.RMSprop, lr=0.1, momentum=0.9),
     ],
     ids=lambda factory: f"{factory.func.__name__} {factory.keywords}",
 )
@@ -143,7 +145,7 @@ def test_pace_is_how_far_an_optimizer_goes_along_a_steady_gradient(factory):
         updater.update(w, vectors.clone(gradient))  # Nesterov's momentum on a GPU writes into it
     before = w["w"].clone()
     updater.update(w, vectors.clone(gradient))
-    lr, divisor, _ = Pace.of(updater.optimizer, w["w"])
+    lr, divisor, _ = Pace.of_all(updater.optimizer, w)["w"]
     assert divisor is not None
     close(before - w["w"], lr * gradient["w"] / divisor, 2e-2)
 
@@ -155,7 +157,7 @@ def test_pace_knows_the_weight_decay_of_the_optimizer(decoupled: bool):
     updater = Updater.of(w, partial(torch.optim.AdamW if decoupled else SGD, lr=0.1, weight_decay=0.3))
     updater.update(w, {"w": torch.tensor([1.0, 1.0])})
     before = w["w"].clone()
-    lr, divisor, decay = Pace.of(updater.optimizer, w["w"])
+    lr, divisor, decay = Pace.of_all(updater.optimizer, w)["w"]
     moved = lr * torch.as_tensor(decay) * before / torch.as_tensor(divisor)
     close(moved, 0.1 * 0.3 * before, tolerance(1e-9, 1e-5))
 
@@ -163,7 +165,7 @@ def test_pace_knows_the_weight_decay_of_the_optimizer(decoupled: bool):
 def test_an_optimizer_that_keeps_no_squares_is_measured():
     """Rprop's state tells nothing of a pace; root mean squares of the gradient stand in."""
     known = Ridge()
-    method = br.Adjoint(optimizer=partial(torch.optim.Rprop, lr=1e-3), schedule=still)
+    method = br.Adjoint(optimizer=partial(torch.optim.Rprop, lr=1e-3), **still)
     state = method.init(known.problem)
     data = streams(known.problem, known.train, known.valid)
     for _ in range(5):
@@ -189,6 +191,127 @@ def test_dead_weights_stay_out_of_it():
     assert result.status is br.Status.FINISHED
     assert not result.state.adjoint["weight"][0, 2:].any()
     assert result.state.adjoint["weight"][0, :2].all()
+
+
+def test_the_adjoint_reaches_weights_that_the_validation_loss_does_not_touch():
+    """L_T = ½ (w − λ)ᵀH(w − λ) couples them: p = (H + damping)⁻¹ (1, 0), whose second number is not zero."""
+    h = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.unseen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+        def forward(self) -> Tensor:
+            return torch.cat([self.seen, self.unseen])
+
+    def train_loss(model: nn.Module, batch: Tensor, hyper: br.space.Values) -> Tensor:
+        return (model() - hyper["a"]) @ h @ (model() - hyper["a"]) / 2
+
+    problem = br.Problem(
+        Two(), br.Space(a=br.Hyper(0.0)), train_loss, lambda model, batch, hyper: model.seen.sum() + 0 * batch.sum()
+    )
+    method = br.Adjoint(horizon=1e3, **still, optimizer=partial(SGD, lr=0.1), average=1, tracking=0.1)
+    state = method.init(problem)
+    data = br.Stream([torch.zeros(1)]), br.Stream([torch.zeros(1)])
+    for _ in range(3000):
+        method.step(problem, state, *data)
+    expected = torch.linalg.solve(h + torch.eye(2) / (0.1 * 1e3), torch.tensor([1.0, 0.0]))
+    close(torch.cat([state.adjoint["seen"], state.adjoint["unseen"]]), expected, tolerance(1e-4, 1e-2))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_optimizers_own_decay_is_curvature_too(decoupled: bool):
+    """Weights that rest where gradient and decay balance: p = (H + decay·D + damping)⁻¹ ∂L_V/∂w, D = 1 for SGD."""
+    known = Ridge()
+    raw = {"decay.weight": normal(1, 1, 5)}
+    decay, d = 0.3, torch.ones(5)
+    optimizer: object = partial(SGD, lr=0.1, weight_decay=decay)
+    if decoupled:  # with betas of zero D is |gradient|, which is |decay · w| at rest: known as well
+        optimizer = partial(torch.optim.AdamW, lr=0.01, weight_decay=decay, betas=(0.0, 0.0), eps=1.0)
+    method = br.Adjoint(horizon=50.0, **still, optimizer=optimizer, average=1, tracking=0.1)
+    state = method.init(known.problem)
+    state.raw["decay.weight"].copy_(raw["decay.weight"])
+    data = streams(known.problem, known.train, known.valid)
+    for _ in range(2500):
+        method.step(known.problem, state, *data)
+    w = state.params["weight"][0]
+    if decoupled:
+        gradient = known.hessian(raw) @ (w - known.best_response(raw))
+        d = gradient.abs() + 1.0
+    damped = known.hessian(raw) + torch.diag(decay * d + d / ((0.01 if decoupled else 0.1) * 50.0))
+    close(state.adjoint["weight"][0], torch.linalg.solve(damped, known.valid_slope(w)), tolerance(1e-3, 2e-2))
+
+
+def test_a_prior_alone_is_followed():
+    """The direct term counts in a run: a hyper whose effect is a prior only goes to the prior's optimum."""
+    space = br.Space(a=br.Hyper(0.0, prior=lambda raw: (raw - 1).square()))
+    problem = br.Problem(
+        nn.Linear(1, 1),
+        space,
+        lambda model, batch, hyper: model(batch).square().mean() + 0 * hyper["a"],
+        lambda model, batch, hyper: model(batch).square().mean(),
+    )
+    data = [normal(1, 4, 1)]
+    with pytest.warns(UserWarning, match="derivative of train_loss in hyper 'a' is zero"):
+        result = br.tune(problem, br.Adjoint(schedule=br.Alternate(2, 4)), data, data, steps=150)
+    assert float(result.values["a"]) == pytest.approx(1.0, abs=0.02)
+
+
+def test_masks_of_minus_infinity_and_running_statistics_are_deployed_right():
+    """A mean of −inf is NaN; BatchNorm's statistics are averaged with the weights."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 3)
+            self.register_buffer("mask", torch.full((3,), -torch.inf).index_fill(0, torch.tensor([0]), 0.0))
+            self.register_buffer("lowest", torch.full((3,), torch.finfo(torch.get_default_dtype()).min))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.head(self.norm(x)) + self.mask).softmax(-1)
+
+    problem = br.Problem(
+        Masked(),
+        br.Space(scale=br.Hyper(1.0)),
+        lambda model, batch, hyper: (hyper["scale"] * model(batch)).square().mean() + model.head.weight.square().sum(),
+        lambda model, batch, hyper: model(batch).square().mean(),
+    )
+    method = br.Adjoint(schedule=br.Alternate(1), average=4)
+    state = method.init(problem)
+    batches = [normal(i, 8, 3) for i in range(6)]
+    live, kept = torch.zeros(3), torch.zeros(3)
+    for t, batch in enumerate(batches, 1):
+        method.step(problem, state, br.Stream([batch]), br.Stream([batch]))
+        live = 0.9 * live + 0.1 * batch.mean(0)
+        kept += (live - kept) / min(t, 4)
+    close(state.buffers["norm.running_mean"], kept, tolerance(1e-12, 1e-5))
+    assert torch.equal(state.buffers["mask"], problem.model.mask)
+    assert torch.equal(state.buffers["lowest"], problem.model.lowest)
+
+
+def test_example_weights_that_few_batches_see_are_not_taken_for_noise():
+    """Ten batches, each with examples of its own, and products that never change: all is signal."""
+    problem = br.Problem(
+        nn.Linear(1, 1, bias=False),
+        br.Space(weight=br.Hyper(torch.ones(4), shape=(4,))),
+        lambda model, batch, hyper: hyper["weight"][batch] * (model(torch.ones(1)) - 1).square(),
+        lambda model, batch, hyper: model(torch.ones(1)).square().sum() + 0 * batch.sum(),
+    )
+    method = br.Adjoint(
+        schedule=br.Alternate(4),
+        optimizer=partial(SGD, lr=0.0),
+        hyper_optimizer=partial(SGD, lr=1.0),
+        hyper_lr_schedule=None,
+        tracking=1e-12,
+    )
+    state = method.init(problem)
+    state.params["weight"].fill_(0.0)
+    state.adjoint["weight"].fill_(0.5)
+    batches = [torch.tensor([i]) for i in range(4)]
+    method.step(problem, state, br.Stream(batches), br.Stream(batches))
+    # ∂/∂weightᵢ of the slope along p: 2 (w − 1) p = −1 in the one batch of four that sees example i.
+    close(state.raw["weight"], torch.full((4,), 1.0 - 1 / 4), tolerance(1e-6, 5e-3))
 
 
 # Sampled hypers
@@ -228,7 +351,8 @@ def test_the_regression_is_a_covariance_with_the_noise(antithetic: bool):
     _, hypergradient = method.hypergradient(problem, state, x, x)
     along = x @ state.adjoint["weight"][0]
     slopes = -along * noise if antithetic else 2 * (x @ state.params["weight"][0] - 0.3 - 0.5 * noise) * along
-    expected = -((slopes - slopes.mean()) * (noise - noise.mean())).sum() / 7 / 0.5
+    centred = (slopes - slopes.mean()) * (noise - noise.mean())
+    expected = -(slopes * noise).mean() / 0.5 if antithetic else -centred.sum() / 7 / 0.5
     close(hypergradient["a"], expected, tolerance(1e-9, 1e-3))
 
 
@@ -248,6 +372,15 @@ def test_the_regression_is_the_derivative_of_the_smoothed_loss(rounded: bool, an
     spread = 20 / scale / math.sqrt(count)  # of (slope · noise) / σ, whose standard deviation is below 20
     assert abs(expected) > 5 * spread
     assert float(hypergradient["a"]) == pytest.approx(expected, abs=spread)
+
+
+def test_a_batch_of_one_tunes_a_sampled_hyper_too():
+    """The mirrored estimate needs no other example to be compared with."""
+    problem, x = shifted(), torch.ones(1, 3)
+    method, state = at(problem, perturb=br.Gaussian(0.5, antithetic=True))
+    estimates = torch.stack([method.hypergradient(problem, state, x, x)[1]["a"] for _ in range(400)])
+    expected = 2 * float(state.adjoint["weight"].sum())
+    assert float(estimates.mean()) == pytest.approx(expected, rel=0.3)
 
 
 def test_mirrored_losses_take_out_most_of_the_noise():
@@ -440,6 +573,23 @@ def test_costs_are_counted():
     assert (state.cost.train_batches, state.cost.valid_batches, state.cost.gradients) == (12, 2, 8 + 4 * 2 + 2)
 
 
+def test_no_pairs_are_taken_early_in_a_warmup():
+    """Of 300 updates before the first move the last 100 are the horizon; a run that never tunes takes no pair."""
+    known = Ridge()
+    method = br.Adjoint(horizon=100.0, valid_every=10, schedule=br.Alternate(train=10, warmup=300))
+    state, data = method.init(known.problem), streams(known.problem, known.train, known.valid)
+    gradients = []
+    for _ in range(30):
+        method.step(known.problem, state, *data)
+        gradients.append(state.cost.gradients)
+    assert gradients[19] == 200
+    assert gradients[29] == 200 + 2 * 100 + 10
+    method = br.Adjoint(schedule=br.Alternate(train=10, warmup=math.inf))
+    state = method.init(known.problem)
+    method.step(known.problem, state, *data)
+    assert state.cost.gradients == 10
+
+
 def test_raw_moves_along_the_mean_of_the_pairs_as_far_as_they_agree():
     """Two batches of unequal products: their mean, times the mean over the root mean square."""
     problem = br.Problem(
@@ -479,6 +629,7 @@ def test_noise_alone_hardly_moves_raw():
             state.pairs, before = 25, state.raw["a"].clone()
             state.gathered["a"].copy_(estimates.sum())
             state.gathered_squares["a"].copy_(estimates.square().sum())
+            state.seen["a"].fill_(25)
             method._move(state)
             steps.append(float((state.raw["a"] - before) / estimates.mean()))
         moved[signal] = abs(sum(steps[10:]) / 30)
@@ -488,7 +639,7 @@ def test_noise_alone_hardly_moves_raw():
 
 def test_the_averaged_weights_are_deployed():
     known = Ridge()
-    method = br.Adjoint(average=4, optimizer=partial(SGD, lr=0.05), schedule=still)
+    method = br.Adjoint(average=4, optimizer=partial(SGD, lr=0.05), **still)
     state, data = method.init(known.problem), streams(known.problem, known.train, known.valid)
     mean = torch.zeros(1, 5)
     for t in range(1, 8):
@@ -509,6 +660,7 @@ def test_the_averaged_weights_are_deployed():
         ({"average": 0}, "average must be a whole number above 0"),
         ({"difference": -1.0}, "difference must be a number above 0"),
         ({"perturb": br.Gaussian(1.0, mean=0.0)}, "takes no fixed mean"),
+        ({"perturb": br.Gaussian(1.0, clip=(-1.0, 1.0))}, "takes no clip"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from bestresponse.gradients import (
     valid_gradient,
     with_same_randomness,
 )
-from bestresponse.method import Alternate, Method, Metrics, Schedule
+from bestresponse.method import Alternate, Method, Metrics, Schedule, require_part
 from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater, inverse_root
 from bestresponse.perturb import Gaussian
 from bestresponse.problem import Batch, Params, Problem, examples
@@ -49,6 +50,7 @@ class AdjointState(State):
         direct: ∂L_V/∂raw, likewise.
         gathered: The sum of the hypergradients since raw moved, one a pair.
         gathered_squares: The sum of their squares.
+        seen: How many of them were not zero, number by number: a batch says nothing of another batch's example weights.
         powers: Mean squares of single hypergradients, and of their means between two moves: how much is signal.
         pairs: How many that are.
         updates: Training updates so far.
@@ -70,6 +72,7 @@ class AdjointState(State):
     direct: Raw
     gathered: Raw
     gathered_squares: Raw
+    seen: Raw
     powers: list[Raw]
     pairs: int = 0
     updates: int = 0
@@ -134,6 +137,8 @@ class Adjoint(Method):
     regresses_sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_part("perturb", self.perturb, Gaussian, "br.Gaussian(1.0, antithetic=True)")
+        require_part("schedule", self.schedule, Schedule, "br.Alternate(train=10, warmup=300)")
         for name in ("horizon", "pair_every", "valid_every", "average", "tracking", "difference"):
             value = getattr(self, name)
             whole = name in ("pair_every", "valid_every", "average")
@@ -141,6 +146,8 @@ class Adjoint(Method):
                 raise ValueError(f"{name} must be a {'whole ' if whole else ''}number above 0; got {value}")
         if self.perturb.mean is not None:
             raise ValueError("perturb must follow the hypers, so it takes no fixed mean: br.Gaussian(scale)")
+        if self.perturb.clip is not None:
+            raise ValueError("perturb takes no clip here: draws that were moved would bias the regression on them")
 
     def init(self, problem: Problem, *, seed: int = 0) -> AdjointState:
         """The model's weights, the hypers at their starts, and an adjoint of zero."""
@@ -159,11 +166,12 @@ class Adjoint(Method):
             raw_updater=Updater.of(raw, self.hyper_optimizer, self.hyper_lr_schedule, self.hyper_lr),
             adjoint=vectors.zeros_like(params),
             moments=[vectors.zeros_like(params), vectors.zeros_like(params)],
-            squares={} if _keeps_its_pace(self.optimizer) else vectors.zeros_like(params),
+            squares={} if _keeps_its_pace(self.optimizer, next(iter(params.values()))) else vectors.zeros_like(params),
             slope=vectors.zeros_like(params),
             direct=vectors.zeros_like(raw),
             gathered=vectors.zeros_like(raw),
             gathered_squares=vectors.zeros_like(raw),
+            seen=vectors.zeros_like(raw),
             powers=[vectors.zeros_like(raw), vectors.zeros_like(raw)],
             log_scale=log_scale,
             log_scale_updater=Updater.of(log_scale, self.hyper_optimizer, self.hyper_lr_schedule)
@@ -175,8 +183,11 @@ class Adjoint(Method):
     def step(self, problem: Problem, state: AdjointState, train: Stream, valid: Stream) -> Metrics:
         """Training updates, each with its pair, then a change of raw along the mean of their hypergradients."""
         plan, metrics = self.schedule.plan(state.step), Metrics()
+        # The adjoint forgets what is older than its horizon: no need to follow it earlier in a warm-up.
+        ahead = math.ceil(self.horizon / max(plan.train, 1))
+        follow = plan.tune or self.schedule.plan(state.step + ahead).tune
         for _ in range(plan.train):
-            if state.updates % self.pair_every:
+            if not follow or state.updates % self.pair_every:
                 metrics.train_loss = self._train(problem, state, next(train))
             else:
                 if (state.updates // self.pair_every) % self.valid_every == 0:
@@ -187,8 +198,9 @@ class Adjoint(Method):
             if state.log_scale_updater is not None:
                 state.log_scale_updater.update(state.log_scale, vectors.scale(1 / state.pairs, state.scale_gathered))
             metrics.moved = True
-        for part in (*state.gathered.values(), *state.gathered_squares.values(), *state.scale_gathered.values()):
-            part.zero_()
+        for gathered in (state.gathered, state.gathered_squares, state.seen, state.scale_gathered):
+            for part in gathered.values():
+                part.zero_()
         state.pairs = 0
         state.step += 1
         return metrics
@@ -202,15 +214,16 @@ class Adjoint(Method):
 
         An optimizer such as Adam goes as far along noise as along a signal. So its step is multiplied by the root mean
         square of the means over that of single hypergradients: one where all are alike, and one over the root of the
-        number of pairs where there is nothing but noise.
+        number of pairs where there is nothing but noise. With one pair a move nothing can be told apart.
         """
         before = vectors.clone(state.raw)
         mean = vectors.scale(1 / state.pairs, state.gathered)
         state.raw_updater.update(state.raw, mean)
-        for leaf, part in mean.items():
+        for leaf in mean:
             single, joint = state.powers[0][leaf], state.powers[1][leaf]
-            single.lerp_(state.gathered_squares[leaf] / state.pairs, 1 - MEMORY)
-            joint.lerp_(part.square(), 1 - MEMORY)
+            seen = state.seen[leaf].clamp(min=1)
+            single.lerp_(state.gathered_squares[leaf] / seen, 1 - MEMORY)
+            joint.lerp_((state.gathered[leaf] / seen).square(), 1 - MEMORY)
             signal = torch.where(single > 0, joint / single, 1.0).sqrt()
             state.raw[leaf].copy_(torch.lerp(before[leaf], state.raw[leaf], signal))
 
@@ -240,6 +253,7 @@ class Adjoint(Method):
             estimate = state.direct[leaf] - part
             state.gathered[leaf] += estimate
             state.gathered_squares[leaf] += estimate.square()
+            state.seen[leaf] += estimate != 0
         for leaf, part in by_scale.items():
             state.scale_gathered[leaf] -= part + self.perturb.entropy
         state.pairs += 1
@@ -290,10 +304,12 @@ class Adjoint(Method):
             )
             pair, mirrored = both
             odd, even = (pair.slopes - mirrored) / 2, (pair.slopes + mirrored) / 2
+            estimates = {leaf: torch.tensordot(odd, part, dims=1) / len(odd) for leaf, part in draw.noise.items()}
         else:
             pair = antithetic_pair(problem, state.params, draw.raw, batch, vector, delta, buffers=buffers)
-            odd = even = pair.slopes
-        mixed = {leaf: _covariance(odd, part) / state.log_scale[leaf].exp() for leaf, part in draw.noise.items()}
+            even = pair.slopes
+            estimates = {leaf: _covariance(even, part) for leaf, part in draw.noise.items()}
+        mixed = {leaf: estimate / state.log_scale[leaf].exp() for leaf, estimate in estimates.items()}
         mixed = {leaf: mixed[leaf] if leaf in mixed else pair.mixed[leaf] for leaf in state.raw}
         learnt = draw.noise if self.perturb.learn else {}
         return pair, mixed, {leaf: _covariance(even, part.square() - 1) for leaf, part in learnt.items()}
@@ -308,21 +324,29 @@ class Adjoint(Method):
 
         Its gradient is multiplied by the weights' learning rate, which leaves Adam's steps as they are and gives no
         infinity where a schedule brings that rate to zero. The step size is the one with which the weights would move
-        if their gradient were ∂L_V/∂w: a unit in which no scale of losses, weights or layers is left.
+        if their gradient were ∂L_V/∂w, so that no scale of losses, weights or layers is left in it; but at least a
+        tenth of the mean over all tensors, for those that the validation loss does not see and the curvature couples
+        to it.
         """
         if state.updates == 0:
             return  # the optimizer knows nothing of its own pace yet
         state.tracked += 1
         correct1, correct2 = (1 - beta**state.tracked for beta in BETAS)
-        for name, p in state.adjoint.items():
-            lr, divisor, decay = self._pace(state, name)
-            slope, first, second = state.slope[name], state.moments[0][name], state.moments[1][name]
+        paces = self._paces(state)
+        sizes = {
+            name: lr * _root_mean_square(state.slope[name]) / _root_mean_square(divisor)
+            for name, (lr, divisor, _) in paces.items()
+        }
+        least = torch.stack(list(sizes.values())).mean() / 10
+        for name, (lr, divisor, decay) in paces.items():
+            p, slope = state.adjoint[name], state.slope[name]
+            first, second = state.moments[0][name], state.moments[1][name]
             gradient = lr * (curvature[name] + decay * p - slope) + divisor * p / self.horizon
             first.lerp_(gradient, 1 - BETAS[0])
             second.lerp_(gradient.square(), 1 - BETAS[1])
-            force = lr * _root_mean_square(slope)
-            direction = (first / correct1) / ((second / correct2).sqrt() + 1e-8 * force + torch.finfo(p.dtype).tiny)
-            p.sub_(self.tracking * force / _root_mean_square(divisor) * direction)
+            smallest = 1e-8 * lr * _root_mean_square(slope) + torch.finfo(p.dtype).tiny
+            direction = (first / correct1) / ((second / correct2).sqrt() + smallest)
+            p.sub_(self.tracking * torch.maximum(sizes[name], least) * direction)
 
     def _update(self, state: AdjointState, gradient: Params) -> None:
         """Move the weights."""
@@ -334,17 +358,20 @@ class Adjoint(Method):
         for name, mean in state.averaged.items():
             mean.lerp_(state.params[name], weight)
         for name, buffer in state.live_buffers.items():
-            if buffer.is_floating_point():
-                state.buffers[name].lerp_(buffer, weight)
+            kept = state.buffers[name]
+            if buffer.is_floating_point():  # equal ones stay as they are: a mask of -inf has no mean
+                kept.copy_(torch.where(kept == buffer, kept, torch.lerp(kept, buffer, weight)))
             else:
-                state.buffers[name].copy_(buffer)
+                kept.copy_(buffer)
 
-    def _pace(self, state: AdjointState, name: str) -> tuple[float | Tensor, Tensor, float | Tensor]:
+    def _paces(self, state: AdjointState) -> dict[str, tuple[float | Tensor, float | Tensor, float | Tensor]]:
         """The weight optimizer's rate, divisor and decay; the divisor is estimated where the optimizer has none."""
-        lr, divisor, decay = Pace.of(state.params_updater.optimizer, state.params[name])
-        if divisor is None:
-            divisor = (state.squares[name] / (1 - BETAS[1] ** state.updates)).sqrt()
-        return lr, torch.as_tensor(divisor, device=state.params[name].device), decay
+        paces = {}
+        for name, (lr, divisor, decay) in Pace.of_all(state.params_updater.optimizer, state.params).items():
+            if divisor is None:
+                divisor = (state.squares[name] / (1 - BETAS[1] ** state.updates)).sqrt()
+            paces[name] = (lr, divisor, decay)
+        return paces
 
 
 @final
@@ -361,13 +388,13 @@ def _covariance(slopes: Tensor, noise: Tensor) -> Tensor:
     return torch.tensordot(slopes - slopes.mean(), noise, dims=1) / max(len(slopes) - 1, 1)
 
 
-def _root_mean_square(tensor: Tensor) -> Tensor:
-    return tensor.square().mean().sqrt()
+def _root_mean_square(tensor: float | Tensor) -> Any:
+    return tensor.square().mean().sqrt() if isinstance(tensor, Tensor) else abs(tensor)
 
 
-def _keeps_its_pace(optimizer: OptimizerFactory) -> bool:
-    """Does this optimizer's own state tell how it moves weights? Found out by one step on two times two weights."""
-    probe = {"": torch.zeros(2, 2)}
+def _keeps_its_pace(optimizer: OptimizerFactory, like: Tensor) -> bool:
+    """Does this optimizer's own state tell how it moves weights? Found out by one step on four of their kind."""
+    probe = {"": like.new_zeros(2, 2)}
     updater = Updater.of(probe, optimizer)
-    updater.update(probe, {"": torch.ones(2, 2)})
-    return Pace.of(updater.optimizer, probe[""]).divisor is not None
+    updater.update(probe, {"": like.new_ones(2, 2)})
+    return Pace.of_all(updater.optimizer, probe)[""].divisor is not None
