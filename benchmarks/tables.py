@@ -48,14 +48,14 @@ def schedule(report: dict[str, Any]) -> str:
         f"digits, in float64; the schedule starts at",
         f"the best constant rate and is moved {report['steps']} times ({report['date']}):",
         "",
-        "| | validation loss | test loss | first hypergradient, relative to reverse mode's |",
+        "| | validation loss | test loss | first hypergradient, relative difference from reverse mode's |",
         "|---|---|---|---|",
         f"| best of {len(report['constant'])} constant rates, {best['rate']:.3f} "
         f"| {best['valid']:.4f} | {best['test']:.4f} | |",
     ]
     for name, row in tuned.items():
         difference = report["relative_difference_from_reverse"][name]
-        lines.append(f"| schedule, {name} mode | {row['valid']:.4f} | {row['test']:.4f} | {difference:.0e} off |")
+        lines.append(f"| schedule, {name} mode | {row['valid']:.4f} | {row['test']:.4f} | {difference:.0e} |")
     return "\n".join(lines)
 
 
