@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tasks import Task, decays
 from torch import Tensor
 
 import bestresponse as br
-from bestresponse.papers.data import Images, mnist
+from bestresponse.papers.data import Images
 
 START = -5.0  # of every λ: the logarithm of a decay
 STEPS = 3000  # of the plain run that is the unit of cost
@@ -163,8 +163,7 @@ def unit(images: Images, seed: int = 0) -> float:
 def race(contestants: Mapping[str, Contestant], seed: int, budget: float, images: Images) -> dict[str, Watch]:
     """Let all run, slice by slice, until each has spent ``budget`` CPU seconds."""
     watches = {
-        name: Watch(task(seed, images, contestant.shared), budget, seed)
-        for name, contestant in contestants.items()
+        name: Watch(task(seed, images, contestant.shared), budget, seed) for name, contestant in contestants.items()
     }
     turns = [_Turns(contestant, watches[name]) for name, contestant in contestants.items()]
     while turns:

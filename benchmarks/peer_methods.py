@@ -232,7 +232,7 @@ def hippotrainer_implicit(watch: Watch, *, rule: str, scale: float = 1.0, **cour
             # The absolute tolerance and safeguards of its solver are made for losses that are not so small.
             judged = scale * valid_loss(now.model(u), v) + 0 * sum(part.sum() for part in now.raw)
             now.move_raw(peer.hyper_grad(loss, judged))
-            now.count(gradients=4 + 2 * settings.get("cg_max_iter", settings.get("num_terms", 0)))
+            now.count(gradients=4 + 2 * getattr(peer, "cg_max_iter", getattr(peer, "num_terms", 0)))
 
 
 def boat_train_loss(feed: dict[str, Any], upper: Any, lower: Any, params: Any = None) -> Tensor:
