@@ -5,7 +5,7 @@ of cost is a plain training run of 3,000 updates (Adam, batches of 1,000). All m
 see ``frame.py``. ``Adjoint`` runs with its defaults, untouched; the others with raw moved every 10 training updates by
 the same Adam where they leave that open.
 
-    python benchmarks/fig3_top.py [--budget 3] [--seeds 0 1 2] [--only adjoint] [--out benchmarks/results/fig3_top.json]
+    python benchmarks/fig3_top.py [--budget 4] [--seeds 0 1 2] [--only adjoint] [--out benchmarks/results/fig3_top.json]
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def contestants(only: Sequence[str]) -> dict[str, Contestant]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=3.0, help="CPU time of each method, in plain runs")
+    parser.add_argument("--budget", type=float, default=4.0, help="CPU time of each method, in plain runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[], help="names of catalog functions")
     parser.add_argument("--out", type=Path)

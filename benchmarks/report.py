@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -83,9 +84,11 @@ def thin(points: Sequence[Any], count: int = POINTS) -> list[Any]:
     return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
 
 
-def short(number: float) -> float:
-    """Five significant digits."""
-    return float(f"{number:.5g}") if isinstance(number, float) else number
+def short(number: float) -> float | None:
+    """Five significant digits; ``None`` for what JSON has no word for."""
+    if not isinstance(number, float):
+        return number
+    return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 def rounded(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ TEST_TARGET = 0.0393  # 7,850 hypers can overfit the validation data, so also: h
 
 def table(report: Mapping[str, Any]) -> str:
     """The report's rows in Markdown: medians over its seeds."""
-    ends = [run["end"] for run in report["rows"]["Plain run"]["runs"]]
-    unit = median(report["steps"] * end["seconds"] / end["updates"] for end in ends)
+    plain = report["rows"]["Plain run"]["runs"]
     steps = f"{report['steps']:,} updates"
     targets = f"CPU-s to valid ≤ {TARGETS[0]:.4f} | to ≤ {TARGETS[1]:.4f} | to test ≤ {TEST_TARGET:.4f}"
     lines = [
@@ -41,13 +41,26 @@ def table(report: Mapping[str, Any]) -> str:
         marks = [run["mark"] for run in runs if run["mark"]]
         if len(marks) == len(runs):
             cells.append(", ".join(f"{median(mark[part] for mark in marks):.4f}" for part in ("valid", "test")))
-            cells.append(f"{median(mark['seconds'] for mark in marks) / unit:.2f}")
+            ratios = [cost(mark, beside["curve"]) for mark, beside in zip(marks, plain, strict=True)]
+            cells.append(f"{median(ratios):.2f}")
         else:
             cells += ["–", "–"]
         cells.append(f"{median(run['end']['gradients'] for run in runs):,.0f}")
         cells += [number(median(run["exact_at_end"] for run in runs), ".4f"), number(row["extra_mb"], ".0f")]
         lines.append(" | ".join([f"| {name}", *cells]) + " |")
     return "\n".join(lines)
+
+
+def cost(mark: Mapping[str, float], plain: Mapping[str, list[float]]) -> float:
+    """What as many updates cost, in those that the plain run of the same race made in the same CPU time.
+
+    All that run side by side are at the same CPU time together, so that a machine that is slower for a while is slower
+    for both.
+    """
+    seconds, updates = plain["seconds"], plain["updates"]
+    after = min(bisect_left(seconds, mark["seconds"]), len(seconds) - 1)
+    part = (mark["seconds"] - seconds[after - 1]) / (seconds[after] - seconds[after - 1])
+    return (updates[after - 1] + part * (updates[after] - updates[after - 1])) / mark["updates"]
 
 
 def median(numbers: Iterable[float | None]) -> float:
