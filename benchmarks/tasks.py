@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ class Task:
     train: br.Batches
     valid: br.Batches
     evaluate: dict[str, br.Batches]
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def network(*widths: int) -> nn.Sequential:
@@ -118,4 +119,40 @@ def dropout(*, start: float | tuple[float, ...], seed: int, images: Images | Non
             "valid": batches(x[-10_000:], y[-10_000:], 5000, shuffle=False),
             "test": batches(images.test_x, images.test_y, 5000, shuffle=False),
         },
+    )
+
+
+def cleaning(*, start: float, seed: int, images: Images | None = None, device: str = "cpu") -> Task:
+    """MNIST with half of 5,000 training labels drawn at random, and one weight for each example; 5,000 to tune on.
+
+    A linear classifier with cross-entropy. ``error`` is the part of wrong answers.
+    """
+    images = images or mnist()
+    torch.manual_seed(seed)
+    model = nn.Linear(784, 10).to(device)
+    space = br.Space(weight=br.Hyper(start, low=0.0, high=1.0, shape=(5000,)))
+
+    def train_loss(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        x, y, index = batch
+        return hyper["weight"][index] * F.cross_entropy(model(x), y, reduction="none")
+
+    def valid_loss(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def error(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        x, y = batch
+        return (model(x).argmax(1) != y).float()
+
+    x, y = images.train_x[:5000], images.train_y[:5000].clone()
+    wrong = torch.randperm(5000)[:2500]
+    y[wrong] = torch.randint(0, 10, (2500,))
+    valid = images.train_x[5000:10_000].to(device), images.train_y[5000:10_000].to(device)
+    test = images.test_x.to(device), images.test_y.to(device)
+    return Task(
+        br.Problem(model, space, train_loss, valid_loss),
+        br.Batches(x.to(device), y.to(device), size=500, index=True),
+        br.Batches(*valid, size=500),
+        {"valid": br.Batches(*valid, size=5000, shuffle=False), "test": br.Batches(*test, size=5000, shuffle=False)},
+        {"error": error},
     )

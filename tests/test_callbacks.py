@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -86,7 +88,7 @@ def test_callback_sees_the_run(tmp_path: Path) -> None:
         assert event.run_dir == tmp_path
         assert event.state.step == event.step == len(event.history)
         assert event.evaluated == ("test/loss",)
-        assert event.columns == (*COLUMNS, "decay.mean", "layer.mean", "smooth", "test/loss")
+        assert event.columns == (*COLUMNS, "residual", "decay.mean", "layer.mean", "smooth", "test/loss")
         if event.kind != "step":
             assert event.metrics == {}
             return
@@ -350,6 +352,29 @@ def test_csv_writer_into_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     """Found out at the end only, it would cost the result."""
     run(2, csv_writer(tmp_path / "out" / "history.csv"))
     assert (tmp_path / "out" / "history.csv").exists()
+
+
+def test_csv_writer_that_cannot_write_is_an_error_before_the_run(tmp_path: Path) -> None:
+    steps: list[int] = []
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        run(2, csv_writer(tmp_path), lambda event: steps.append(event.step))
+    assert steps == []
+
+
+def test_csv_writer_on_a_full_disk_costs_a_warning_and_not_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(event: br.Event) -> None:
+        def full(file: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if event.kind == "end":
+            monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.warns(RuntimeWarning, match=r"could not write .*history\.csv: .*" + os.strerror(errno.ENOSPC)):
+        result = run(3, fill_the_disk, csv_writer(tmp_path / "history.csv"))
+    assert result.step == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["history.csv"]  # and no temporary file
 
 
 def test_csv_writer_has_all_of_a_resumed_run(tmp_path: Path) -> None:

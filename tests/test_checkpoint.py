@@ -223,12 +223,26 @@ def test_directory_of_another_run(other: str, tmp_path: Path) -> None:
         shown = ("'head.weight': [3, 4]", "'extra': [2]")
     problem = br.Problem(problem.model, space, problem.train_loss, problem.valid_loss)
     before = bytes_in(tmp_path)
-    with pytest.raises(ValueError, match=f"holds another run: its {other} is") as caught:
+    with pytest.raises(ValueError, match=f"holds another run. Its {other}:") as caught:
         br.tune(problem, method, train, valid, steps=5, seed=seed, run_dir=tmp_path, resume=True)
-    there, here = str(caught.value).split("\nand this one's is\n")
+    there, here = str(caught.value).split(f"\nThe {other} here:\n")
     assert shown[0] in there
     assert shown[1] in here
     assert shown[1] not in there.splitlines()[-1]
+    assert bytes_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [None, "", "{"], ids=["gone", "empty", "cut off"])
+def test_run_that_does_not_say_what_it_is(content: str | None, tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    (tmp_path / "run.json").unlink()
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    before = bytes_in(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"run\.json cannot be read, so what run this is cannot be known.*another run_dir"
+    ):
+        run(tmp_path, 5, resume=True)
     assert bytes_in(tmp_path) == before
 
 

@@ -13,17 +13,22 @@ SRC = Path(__file__).parents[1] / "src"
 #: From low to high: a module imports only from layers above its own line. A name with ``.*`` stands for a package's
 #: modules. A new module is added here.
 LAYERS = """
+    transforms
     space
-    vectors  extras  memory
+    vectors  extras  memory  tolerances
     problem  history
     stream  gradients  checkpoint  functional  state  optimizers  watch  console
-    solvers  perturb  responses
-    method
+    solvers  perturb  responses  updates
+    unrolling.course
+    unrolling.reverse  unrolling.forward  unrolling.reversible
+    unrolling.fine_tune
+    unrolling
+    method  hypergradient
     evaluation  result  preflight
-    methods.adjoint  methods.best_response  methods.implicit  methods.black_box
+    methods.adjoint  methods.best_response  methods.implicit  methods.black_box  methods.unrolled
     methods.catalog
     methods
-    tune
+    tune  audit
     callbacks  testing.known
     testing.contract
     testing

@@ -172,3 +172,9 @@ def test_the_generator_decides_the_draws(perturb):
 def test_a_perturbation_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", ["0.1", {"a": None}])
+def test_a_scale_is_a_number(scale):
+    with pytest.raises(TypeError, match="scale must be a number, or a dict of numbers by the name of a leaf; got"):
+        br.Gaussian(scale)

@@ -63,8 +63,9 @@ def refuse(tmp_path: Path) -> Callable[..., BaseException]:
         train = batches() if train is None else train
         valid = batches() if valid is None else valid
         arguments = {"steps": 3, "run_dir": tmp_path / "run", **arguments}
-        files, flags = everything_below(tmp_path), [module.training for module in problem.model.modules()]
-        state = copy.deepcopy(problem.model.state_dict())
+        model = problem.model if isinstance(problem, br.Problem) else nn.Module()
+        files, flags = everything_below(tmp_path), [module.training for module in model.modules()]
+        state = copy.deepcopy(model.state_dict())
         torch_before, python_before, numpy_before = torch.get_rng_state(), random.getstate(), np.random.get_state()
         with pytest.raises(kind, match=match) as caught:
             br.tune(problem, method, train, valid, **arguments)
@@ -72,9 +73,9 @@ def refuse(tmp_path: Path) -> Callable[..., BaseException]:
         assert torch.equal(torch.get_rng_state(), torch_before)
         assert random.getstate() == python_before
         assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy_before, strict=True))
-        assert [module.training for module in problem.model.modules()] == flags
-        assert all(parameter.grad is None for parameter in problem.model.parameters())
-        for name, tensor in problem.model.state_dict().items():
+        assert [module.training for module in model.modules()] == flags
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for name, tensor in model.state_dict().items():
             assert tensor.is_meta or torch.equal(tensor, state[name]), name
         return caught.value
 
@@ -156,6 +157,17 @@ def test_sampled_hyper_with_a_method_that_differentiates(refuse: Callable[..., A
 
     sampled = problem(train_loss, rate=br.Hyper(0.2, low=0.0, high=0.9, sampled=True))
     refuse(ValueError, "Implicit differentiates .* 'rate' is declared sampled", sampled)
+    # Also for a loss that does not know yet that it gets one value per example.
+    wrong = problem(decayed, rate=br.Hyper(0.2, low=0.0, high=0.9, sampled=True))
+    refuse(ValueError, "Implicit differentiates .* 'rate' is declared sampled", wrong)
+
+
+def test_loss_that_does_not_know_what_sampled_means(refuse: Callable[..., Any]) -> None:
+    def train_loss(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]) * hyper["rate"], batch[1])  # (4, 10) · (4,)
+
+    error = refuse(RuntimeError, "size of tensor", problem(train_loss, rate=br.Hyper(0.2, sampled=True)), JOINT)
+    assert error.__notes__[-1] == "one value per example is given of the sampled rate"
 
 
 @pytest.mark.parametrize("which", ["train", "valid"])
@@ -165,7 +177,10 @@ def test_misspelt_hyper(which: str, refuse: Callable[..., Any]) -> None:
 
     losses = {"train_loss": decayed, "valid_loss": plain, f"{which}_loss": misspelt}
     error = refuse(KeyError, "dcay", problem(**losses))
-    assert error.__notes__ == [f"in {which}_loss; the space has the hypers decay"]
+    where, there = error.__notes__
+    assert where.startswith(f"in {which}_loss, on the first batch of {which}: tuple of float")
+    assert where.endswith("(4, 3), int64 (4,)")
+    assert there == "the space has the hypers decay"
 
 
 def test_misspelt_hyper_in_the_method(refuse: Callable[..., Any]) -> None:
@@ -253,6 +268,38 @@ def test_loss_of_an_outside_model(which: str, copied: bool, refuse: Callable[...
     assert "Use the model it is given" in message
 
 
+@pytest.mark.parametrize("which", ["train", "valid"])
+def test_loss_that_takes_some_weights_from_outside(which: str, refuse: Callable[..., Any]) -> None:
+    """They are not the ones in training: a penalty on them, for instance, would silently do nothing."""
+    outside: list[nn.Module] = []
+
+    def loss(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        return plain(model, batch, hyper) + br.functional.l2(outside[0], hyper["decay"])
+
+    def distance(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
+        pairs = zip(model.parameters(), outside[0].parameters(), strict=True)
+        return plain(model, batch, hyper) + hyper["decay"] * sum((p - q.detach()).square().sum() for p, q in pairs)
+
+    for method in (IMPLICIT, JOINT):
+        wrong = problem(**{"train_loss": decayed, f"{which}_loss": loss})
+        outside[:] = [wrong.model]
+        refuse(ValueError, f"{which}_loss uses weights of your model from outside", wrong, method)
+    right = problem(**{"train_loss": decayed, f"{which}_loss": distance})
+    outside[:] = [right.model]
+    assert br.tune(right, IMPLICIT, batches(), batches(), steps=1).status is br.Status.FINISHED
+
+
+def test_loss_of_nothing(refuse: Callable[..., Any]) -> None:
+    """The mean of no numbers is NaN."""
+    empty = problem(lambda model, batch, hyper: decayed(model, batch, hyper).expand(0))
+    refuse(ValueError, r"train_loss must return one number, or one per example; got shape \(0,\)", empty)
+
+
+def test_hyper_read_as_an_attribute(refuse: Callable[..., Any]) -> None:
+    attribute = problem(lambda model, batch, hyper: plain(model, batch, hyper) * hyper.decay)
+    refuse(AttributeError, r"hypers are read by name from a dict: hyper\['decay'\]", attribute)
+
+
 def test_loss_that_raises_is_not_dressed_up(refuse: Callable[..., Any]) -> None:
     def broken(model: nn.Module, batch: Any, hyper: Any) -> Tensor:
         raise ZeroDivisionError("the user's own")
@@ -309,9 +356,11 @@ def test_empty_loader(which: str, kind: str, refuse: Callable[..., Any]) -> None
         (lambda: iter([1]), "must start anew each time it is iterated, and a list_iterator can be read only once"),
         (lambda: (batch for batch in batches()), "a generator can be read only once"),
         (lambda: 5, "must be iterable: a DataLoader, br.Batches or a list of batches; got int"),
+        (lambda: TensorDataset(torch.zeros(4, 3)), "got TensorDataset. Put it in a DataLoader"),
+        (lambda: torch.zeros(4, 3), "a tensor gives rows: br.Batches"),
         (lambda: br.Stream(batches()), "is a br.Stream already; give the loader itself"),
     ],
-    ids=["iterator", "generator", "number", "stream"],
+    ids=["iterator", "generator", "number", "data set", "tensor", "stream"],
 )
 def test_what_is_no_loader(which: str, make: Callable[[], Any], message: str, refuse: Callable[..., Any]) -> None:
     refuse(TypeError, f"^{which} .*{message}", problem(), **_data(which, make()))
@@ -360,6 +409,7 @@ def test_hypernetwork_too_large(refuse: Callable[..., Any], monkeypatch: pytest.
     [
         ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"resume": True, "run_dir": None}, "resume=True needs the run_dir"),
+        ({"metrics": {"loss": plain}}, "metrics needs loaders to be evaluated on"),
         ({"evaluate_every": 2}, "evaluate_every needs loaders to evaluate"),
         ({"evaluate_every": 2, "evaluate": {}}, "evaluate_every needs loaders to evaluate"),
         ({"evaluate_every": 0, "evaluate": {"test": [(torch.zeros(2, 3), torch.zeros(2).long())]}}, "evaluate_every"),
@@ -371,11 +421,39 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, refus
     refuse(ValueError, message, problem(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"problem": nn.Linear(1, 1)}, r"problem must be a br.Problem\(model, .*got Linear\("),
+        ({"method": "luketina2016"}, "method must be a Method, such as .*; got 'luketina2016'$"),
+        ({"method": br.methods.luketina2016}, r"method must be .*Call it: luketina2016\(\.\.\.\)"),
+        ({"method": br.Implicit}, r"method must be .*Call it: Implicit\(\.\.\.\)"),
+        ({"steps": 2.5}, "steps must be a whole number; got 2.5"),
+        ({"seed": None}, "seed must be a whole number; got None"),
+        ({"callbacks": print}, "callbacks must be a list of functions; .* Put it in a list"),
+        ({"callbacks": [3]}, "a callback must be a function of an event; got 3$"),
+        ({"callbacks": [br.callbacks.keep_best]}, r"a callback must be .*Call it: keep_best\(\.\.\.\)"),
+        ({"evaluate": [1]}, r"evaluate must be a dict of loaders by name; got \[1\]"),
+        ({"metrics": plain}, "metrics must be a dict of functions by name; got"),
+        ({"metrics": {"loss": 3}}, "the metric 'loss' must be a function .*; got 3"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, Any], message: str, refuse: Callable[..., Any]) -> None:
+    refuse(TypeError, message, **{"problem": problem(), **arguments})
+
+
 def test_run_dir_that_holds_a_run(tmp_path: Path, refuse: Callable[..., Any]) -> None:
     br.tune(problem(), IMPLICIT, batches(), batches(), steps=1, run_dir=tmp_path / "run")
     message = str(refuse(FileExistsError, "holds a run already", problem()))
     assert str(tmp_path / "run") in message
     assert "resume=True" in message
+
+
+def test_run_dir_that_is_a_file(tmp_path: Path, refuse: Callable[..., Any]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    refuse(
+        NotADirectoryError, "run_dir must be a directory, and .*file is a file", problem(), run_dir=tmp_path / "file"
+    )
 
 
 @pytest.mark.parametrize("below", ["", "run", "a/b"])

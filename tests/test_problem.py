@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bestresponse as br
+from bestresponse.evaluation import mean_losses
 from bestresponse.problem import examples
 
 
@@ -279,6 +280,17 @@ def test_a_replaced_buffer_lands_in_the_dict_without_its_graph():
     assert_untouched(model, before)
 
 
+def test_every_batch_of_an_evaluation_finds_the_same_buffers():
+    """Also where a layer moves them in evaluation mode; none of it stays."""
+    problem = problem_of(Counter())
+    buffers, raw = problem.buffers(), problem.space.raw()
+    batches = [torch.full((4, 2), 1.0), torch.full((2, 2), 2.0)]  # w = 1: the average becomes x, the output 2x
+    losses, taken = mean_losses({"loss": problem}, problem.params(), buffers, raw, batches)
+    assert float(losses["loss"]) == pytest.approx((4 * 2.0**2 + 2 * 4.0**2) / 6)
+    assert taken == 2
+    assert not buffers["average"].any()
+
+
 class Shared(nn.Module):
     """Two layers that hold one buffer, which the first moves and the second reads."""
 
@@ -355,6 +367,16 @@ def test_dropout_is_on_in_training_and_off_in_validation():
     share = {w: float(br.evaluate(problem, w, problem.params(), values_of(problem), x)) for w in ("train", "valid")}
     assert share["valid"] == 0
     assert share["train"] == pytest.approx(0.5, abs=5 * 0.5 / 4000**0.5)
+
+
+def test_dropout_within_recurrent_layers_is_off_in_validation_and_put_back():
+    """They stay in training mode, which alone gives them a gradient on a GPU."""
+    model = Recurrent()
+    model.lstm.dropout = 0.5
+    problem, x = problem_of(model), torch.randn(6, 4)
+    loss = br.evaluate(problem, "valid", problem.params(), values_of(problem), x)
+    same(loss, copy.deepcopy(model).eval()(x).square().mean())
+    assert (model.training, model.lstm.training, model.lstm.dropout) == (True, True, 0.5)
 
 
 # What a loss may return

@@ -123,6 +123,18 @@ def test_shapes_names_and_precision_are_the_models(recipe, device):
     assert {part.dtype for part in got.values()} == {torch.get_default_dtype()}
 
 
+@every_recipe
+def test_a_response_for_weights_in_half_precision_works_in_that_of_raw(recipe, device):
+    params = some_params()
+    params["mixed"] = torch.full((2,), 0.1, dtype=torch.bfloat16, device=device)
+    response = recipe.build(some_raw(), params, generator(device))
+    assert {p.dtype for p in response.parameters()} == {torch.get_default_dtype()}
+    got = response(some_raw(4))
+    assert {name: part.dtype for name, part in got.items()} == {name: part.dtype for name, part in params.items()}
+    sum(part.float().sum() for part in got.values()).backward()
+    assert all(p.grad is not None and p.grad.any() for p in response.parameters())
+
+
 # Where they start
 
 

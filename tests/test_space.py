@@ -352,9 +352,13 @@ def test_a_value_out_of_bounds_is_refused_by_the_leafs_name():
         space.raw({"decay": {"x": torch.tensor([0.5, 2.0])}})
 
 
-def test_a_start_of_the_wrong_shape_is_refused_by_the_leafs_name():
+def test_a_start_or_value_of_the_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"have the shape of the hyper, \(3,\); got shape \(2,\)"):
+        br.Hyper(torch.ones(2), shape=(3,))
+    with pytest.raises(ValueError, match=r"have the shape of the hyper, \(2,\); got shape \(3,\)"):
+        br.Hyper({"a": 1.0, "b": torch.ones(3)}, shape={"a": (), "b": (2,)})
     with pytest.raises(ValueError, match=r"hyper 'rate', shape \(3,\)"):
-        br.Space(rate=br.Hyper(torch.zeros(2), shape=(3,))).raw()
+        br.Space(rate=br.Hyper(1.0, shape=(3,))).raw({"rate": torch.ones(2)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -416,7 +420,7 @@ def test_a_net_is_called_with_its_values():
 def test_priors_are_summed_over_hypers_and_leaves():
     space = br.Space(
         a=br.Hyper(2.0, prior=lambda raw: raw.square()),
-        b=br.Hyper(3.0, shape={"x": (2,), "y": ()}, prior=lambda raw: 10 * raw.sum()),
+        b=br.Hyper(3.0, shape={"x": (2,), "y": ()}, prior=lambda raw: 10 * raw),  # its sum counts
         c=br.Hyper(7.0),
         n=br.Net(nn.Linear(1, 1, bias=False), prior=lambda raw: 0 * raw + 100),
     )
@@ -494,11 +498,41 @@ def test_a_space_is_a_mapping_of_its_hypers():
         ({"start": {"a": 1.0}, "shape": {"a": (), "b": ()}}, r"lacks \['b'\] and has \[\]"),
         ({"start": {"a": 1.0, "c": 1.0}, "shape": {"a": ()}}, r"lacks \[\] and has \['c'\]"),
         ({"start": {"a": 1.0, "b": 0.0}, "low": 0.0, "shape": {"a": (), "b": ()}}, "got 0.0"),
+        ({"start": 1.0, "low": -math.inf}, "low must be a finite number; got -inf. Leave low out"),
+        ({"start": 1.0, "low": 0.0, "high": math.inf}, "high must be a finite number; got inf. Leave high out"),
+        ({"start": 1.0, "low": math.nan, "high": 2.0}, "low < high; got low=nan"),
+        ({"start": 1.0, "shape": (3, 0)}, r"shape must hold at least one number; got \(3, 0\)"),
+        ({"start": 1.0, "shape": {"a": (-1,)}}, r"shape must hold at least one number; got \(-1,\)"),
+        ({"start": 1.0, "shape": {}}, "shape has no parts.*`where` keeps none"),
     ],
 )
 def test_a_hyper_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         br.Hyper(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start": "0.1"}, "start must be a number, a tensor, or a dict of them by name; got '0.1'"),
+        ({"start": None}, "start must be a number.*got None"),
+        ({"start": 1.0, "low": "0"}, "low must be a number, or None for no bound; got '0'"),
+        ({"start": 1.0, "shape": 3}, r"a tuple of whole numbers, such as \(3,\).*got 3"),
+        ({"start": 1.0, "shape": (2.5,)}, "a tuple of whole numbers.*got"),
+        ({"start": 1.0, "shape": "per_weight"}, "got 'per_weight'"),
+        ({"start": 1.0, "shape": br.per_weight}, "got <function per_weight"),
+        ({"start": 1.0, "shape": {"a": 3}}, "or a dict of such tuples by name.*got 3"),
+        ({"start": 1.0, "prior": 0.1}, "prior must be a function of a raw tensor, or None; got 0.1"),
+    ],
+)
+def test_a_hyper_refuses_what_is_of_another_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        br.Hyper(**arguments)
+
+
+def test_shapes_are_made_from_models():
+    with pytest.raises(TypeError, match=r"from a model, a torch.nn.Module; got <class .*Linear"):
+        br.per_layer(nn.Linear)
 
 
 def test_a_start_tensor_is_refused_for_the_entry_that_is_out():
@@ -517,6 +551,10 @@ def test_a_net_needs_weights_to_tune():
         br.Net(nn.ReLU())
     with pytest.raises(ValueError, match="Linear has none"):
         br.Net(nn.Linear(1, 1).requires_grad_(False))
+    with pytest.raises(TypeError, match=r"a Net needs a torch.nn.Module; got 3"):
+        br.Net(3)
+    with pytest.raises(TypeError, match="prior must be a function of a raw tensor, or None; got 1"):
+        br.Net(nn.Linear(1, 1), prior=1)
 
 
 @pytest.mark.parametrize(

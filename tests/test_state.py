@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import bestresponse as br
 from bestresponse.optimizers import Updater
@@ -71,6 +79,28 @@ def test_hypers_have_their_own_learning_rates_by_name_and_by_leaf(rates, expecte
 def test_a_learning_rate_for_nothing_is_refused_by_name(name):
     with pytest.raises(KeyError, match=f"a learning rate is given for '{name}', which no hyper is named"):
         Updater.of(vector(), partial(SGD, lr=0.5), rates={"decay": 1.0, name: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factory": "adam"}, r"an optimizer is given as a function that makes it, such as partial\(.*; got 'adam'"),
+        ({"factory": SGD([torch.zeros(1)], lr=0.5)}, "an optimizer is given as a function.*; got a SGD that is made"),
+        ({"factory": partial(SGD, lr=0.5), "schedule": 0.1}, "a schedule is given as a function .*; got 0.1"),
+        ({"factory": torch.optim.LBFGS}, "LBFGS asks for the loss again"),
+        (
+            {"factory": partial(SGD, lr=0.5), "schedule": ReduceLROnPlateau},
+            "ReduceLROnPlateau asks for a measured loss",
+        ),
+        (
+            {"factory": partial(SGD, lr=0.5), "rates": 0.1},
+            "learning rates of single hypers are a dict by name; got 0.1",
+        ),
+    ],
+)
+def test_what_does_not_make_an_optimizer_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Updater.of(vector(), **arguments)
 
 
 def test_a_schedule_moves_all_learning_rates_after_each_update():
@@ -281,6 +311,18 @@ def test_a_missing_field_is_refused_by_name():
     del saved["scores"]
     with pytest.raises(KeyError, match="the saved state has no 'scores': it was written by another method or version"):
         own_state(2).load_state_dict(saved)
+
+
+def test_a_missing_field_with_a_default_was_added_since_and_stays_as_it_is():
+    method, (problem, _, _) = br.Implicit(warm_start=True), net_problem()
+    saved = method.init(problem).state_dict()
+    for name in ("solves", "x"):
+        del saved[name]
+    state = method.init(problem)
+    state.solves = 3
+    state.load_state_dict(saved)
+    assert state.solves == 3
+    assert state.x.keys() == state.params.keys()
 
 
 def test_the_state_of_another_method_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -355,6 +356,20 @@ def test_an_empty_loader_is_refused_by_its_name(data, use):
         use(br.Stream(data(), name="calibration"))
 
 
+def test_what_can_be_read_only_once_is_found_out_at_its_end():
+    class Once:
+        def __init__(self):
+            self.batches = iter([1, 2])
+
+        def __iter__(self):
+            return self.batches
+
+    stream = br.Stream(Once(), name="calibration")
+    assert [next(stream), stream.peek(), next(stream)] == [1, 2, 2]
+    with pytest.raises(ValueError, match=r"calibration gave no batch when it was iterated again: .* read only once"):
+        next(stream)
+
+
 def test_a_batch_may_be_none():
     data = ["first", None, "last"]
     stream = br.Stream(data)
@@ -426,11 +441,52 @@ def test_the_order_does_not_depend_on_the_default_device(device, shuffle, defaul
         (lambda: br.Batches(size=3), "Batches needs at least one tensor"),
         (lambda: br.Batches(torch.zeros(3), torch.zeros(4), size=3), r"equal first dimensions; got \[3, 4\]"),
         (lambda: br.Batches(torch.zeros(3), size=0), "size must be at least 1; got 0"),
+        (
+            lambda: br.Batches(torch.zeros(3), torch.zeros(3, device="meta"), size=1),
+            "must be on one device; got .*meta",
+        ),
     ],
 )
 def test_batches_refuse(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.Batches([1, 2], size=1), "Batches needs tensors .*; got list"),
+        (lambda: br.Batches(torch.zeros(3), np.zeros(3), size=1), "Batches needs tensors .*; got ndarray"),
+        (lambda: br.Batches(TensorDataset(torch.zeros(3)), size=1), "got TensorDataset.*need a DataLoader"),
+        (lambda: br.Batches(torch.zeros(()), size=1), "first dimension counts the examples; got a number"),
+        (lambda: br.Batches(torch.zeros(3), size=1.5), "size must be a whole number; got 1.5"),
+    ],
+)
+def test_batches_refuse_what_is_of_another_type(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+# Ctrl-C
+
+
+class Deafness(Dataset):
+    """Does the process that loads an example hear a Ctrl-C?"""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs the masks of signals")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_do_not_hear_a_ctrl_c_that_the_loop_waits_with(start):
+    loader = DataLoader(Deafness(), batch_size=2, num_workers=1, multiprocessing_context=start)
+    with torch.device("cpu"):
+        assert next(br.Stream(loader)).tolist() == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 # Devices
@@ -509,3 +565,29 @@ def test_without_a_device_batches_are_left_as_they_are():
 
 def test_an_epoch_is_moved_too():
     assert next(br.Stream([torch.ones(1)], device=torch.device("meta")).epoch()).device.type == "meta"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", ["list", "Batches", "DataLoader"])
+def test_a_batch_that_is_drawn_can_be_had_again(kind, shuffle):
+    """Three passes drawn at once are the batches of another stream, whenever and however often they are asked for."""
+    batches = br.Batches(torch.arange(10.0), torch.arange(10.0) ** 2, size=4, shuffle=shuffle, index=True)
+    with torch.device("cpu"):
+        loader = DataLoader(TensorDataset(torch.arange(10.0), torch.arange(10.0)), batch_size=4, shuffle=shuffle)
+    data = {"list": list(batches), "Batches": batches, "DataLoader": loader}[kind]
+    drawing, plain = br.Stream(data, seed=1), br.Stream(data, seed=1)
+    draws = [drawing.draw() for _ in range(9)]
+    expected = [next(plain) for _ in range(9)]
+    for draw, batch in [*zip(draws, expected, strict=True)][::-1] * 2:
+        for ours, theirs in zip(draw(), batch, strict=True):
+            assert torch.equal(ours, theirs)
+    assert drawing.state_dict() == plain.state_dict()
+
+
+def test_a_drawn_batch_of_batches_holds_no_rows():
+    """Only their numbers: many may be kept."""
+    batches = br.Batches(torch.zeros(1000, 1000), size=500)
+    rows = next(batches.rows())
+    assert isinstance(rows, Tensor)
+    assert rows.shape == (500,)
+    assert batches.take(rows)[0].shape == (500, 1000)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import bestresponse as br
+from bestresponse.console import Clock
 from bestresponse.testing import TinyNet, net_problem
+from bestresponse.watch import find_in_weights
 
 T1T2 = br.methods.luketina2016()
 JOINT = br.methods.lorraine2018_joint()
@@ -416,22 +419,41 @@ def test_ctrl_c_is_taken_for_the_run_only(fails: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------- progress
 
 
+def test_seconds_are_those_of_all_sittings_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("bestresponse.console.time.perf_counter", lambda: now[0])
+    clock = Clock()
+    now[0] += 1000.0  # preparations
+    clock.seconds = 7.0  # of an earlier sitting
+    clock.start()
+    now[0] += 3.0
+    with clock.paused():
+        now[0] += 50.0
+    now[0] += 2.0
+    assert clock.seconds == 12.0
+
+
 def test_nothing_is_said_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
     problem, train, valid = net_problem()
     br.tune(problem, T1T2, train, valid, steps=3)
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("show", [True, None], ids=["asked for", "in a terminal"])
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["every step", "at the end"])
+@pytest.mark.parametrize("show", [True, None, "notebook"], ids=["asked for", "in a terminal", "in a notebook"])
 def test_progress_shows_losses_and_hypers(
-    show: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    show: bool | str | None, seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bestresponse.console.SETTLE_SECONDS", seconds)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("LINES", "20")
     if show is None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if show == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    asked = True if show is True else None
     problem, train, valid = net_problem()
-    result = br.tune(problem, T1T2, train, valid, steps=5, progress=show, evaluate={"test": valid}, evaluate_every=2)
+    result = br.tune(problem, T1T2, train, valid, steps=5, progress=asked, evaluate={"test": valid}, evaluate_every=2)
     out, err = capsys.readouterr()
     assert out == ""
     last = err.rstrip().rsplit("\r", 1)[-1]
@@ -544,6 +566,12 @@ def test_weights_that_are_not_finite_are_never_saved(at: str, tmp_path: Path) ->
     assert_finite(result)
     poison.on = False
     assert_same_run(poison.run(PLAIN, steps=12), poison.run(PLAIN, steps=12, resume=True, **arguments))
+
+
+def test_one_weight_that_is_not_finite_is_enough() -> None:
+    params = {"a": torch.zeros(3), "b": torch.tensor([[0.0, math.inf], [0.0, 0.0]])}
+    assert find_in_weights(4, params) == "Weights in 'b' became NaN or infinite by step 4."
+    assert find_in_weights(4, {"a": torch.zeros(3)}) is None
 
 
 def test_hyper_that_overflows_is_named() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from bestresponse.checkpoint import write_atomically
 from bestresponse.extras import require
 from bestresponse.result import Snapshot
 from bestresponse.tune import Event
@@ -92,15 +95,25 @@ class keep_best:  # noqa: N801 - used like the functions beside it; a class only
 
 
 def csv_writer(path: Path | str) -> Callable[[Event], None]:
-    """Write the whole history as a CSV file at the end of the run."""
+    """Write the whole history as a CSV file at the end of the run. A place that takes no file is an error before it."""
+    file_path = Path(path)
+
+    def write(event: Event) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, event.history.columns)
+        writer.writeheader()
+        writer.writerows(event.history.rows())
+        write_atomically(file_path, lambda file: file.write(text.getvalue().encode()))
 
     def callback(event: Event) -> None:
+        if event.kind == "start":
+            file_path.parent.mkdir(parents=True, exist_ok=True)
+            file_path.open("a").close()
         if event.kind == "end":
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with Path(path).open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, event.history.columns)
-                writer.writeheader()
-                writer.writerows(event.history.rows())
+            try:
+                write(event)
+            except OSError as error:  # the result of the run is worth more
+                warnings.warn(f"could not write {file_path}: {error}", RuntimeWarning, stacklevel=2)
 
     return callback
 

@@ -61,13 +61,20 @@ class RunDirectory:
 
     def write_run(self, description: Mapping[str, Any]) -> None:
         """Begin: make the directory and say what the run is."""
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"run_dir must be a directory, and {self.path} is a file. Give another one")
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": FORMAT, **description}, indent=2)
         write_atomically(self.run, lambda file: file.write(text.encode()))
 
     def read_run(self) -> dict[str, Any]:
         """What the run is."""
-        description: dict[str, Any] = json.loads(self.run.read_text(encoding="utf-8"))
+        try:
+            description: dict[str, Any] = json.loads(self.run.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.run} cannot be read, so what run this is cannot be known: {error}. Give another run_dir"
+            ) from error
         _require_format(self.run, description)
         return description
 
@@ -77,7 +84,7 @@ class RunDirectory:
         for key, value in description.items():
             if there.get(key) != value:
                 raise ValueError(
-                    f"{self.path} holds another run: its {key} is\n  {there.get(key)}\nand this one's is\n  {value}\n"
+                    f"{self.path} holds another run. Its {key}:\n  {there.get(key)}\nThe {key} here:\n  {value}\n"
                     "Resume with what it was started with, or give another run_dir"
                 )
 

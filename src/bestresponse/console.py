@@ -37,6 +37,7 @@ class Progress:
         self._bar = tqdm(total=steps, initial=done, disable=not show, unit="step", dynamic_ncols=True)
         self._last_time = time.monotonic()
         self._steps = 0
+        self._newest: dict[str, str] = {}  # an evaluation stays until the next one
 
     def __enter__(self) -> Progress:
         return self
@@ -54,10 +55,11 @@ class Progress:
         self._last_time, self._steps = time.monotonic(), 0
         if self._bar.disable:
             return
-        newest = {name: value for row in rows for name, value in row.items() if name not in NOT_SHOWN}
-        self._bar.set_postfix(
-            {name: f"{value:.4g}" for name, value in newest.items() if value is not None}, refresh=False
-        )
+        for row in rows:
+            self._newest |= {
+                name: f"{value:.4g}" for name, value in row.items() if name not in NOT_SHOWN and value is not None
+            }
+        self._bar.set_postfix(self._newest, refresh=False)
         self._bar.update(len(rows))
 
 

@@ -10,7 +10,9 @@ hypergradient works on a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -182,6 +184,94 @@ def curvature_product(
     return _exact(problem, params, raw, batch, vector, buffers, of="params")
 
 
+def train_products(
+    problem: Problem,
+    params: Params,
+    raw: Raw,
+    batch: Batch,
+    vector: Callable[[Params], Vector],
+    *,
+    buffers: Params,
+    products: Products = "exact",
+) -> tuple[Vector, Raw]:
+    """H v and (∂²L_T/∂raw∂w) v at once, for a v that is made of the gradient: ``vector(∂L_T/∂w)``."""
+    if products == "central":
+        v: Vector = {}
+
+        def gradient() -> Gradient:
+            grad = train_gradient(problem, params, raw, batch, buffers=vectors.clone(buffers))
+            v.update(vector(grad.params))
+            return grad
+
+        def pair() -> Gradient:
+            return _central(problem, params, raw, batch, v, buffers, with_raw=True)
+
+        _, central = with_same_randomness([gradient, pair], problem.device)
+        return central.params, central.raw
+    w, r = vectors.leaves(params), vectors.leaves(raw)
+
+    def differentiate(loss: Tensor) -> list[Tensor]:
+        grads = dict(zip(w, _grad(_mean(loss), w.values(), create_graph=True), strict=True))
+        slope = vectors.dot(grads, vector({name: grad.detach() for name, grad in grads.items()}))
+        return _grad(slope, [*w.values(), *r.values()])
+
+    own = vectors.clone(buffers)
+    both = evaluate_then(problem, "train", w, problem.space.values(r), batch, own, differentiate)
+    return dict(zip(w, both, strict=False)), dict(zip(r, both[len(w) :], strict=True))
+
+
+def train_tangents(
+    problem: Problem,
+    params: Params,
+    raw: Raw,
+    batch: Batch,
+    along: tuple[Vector, Raw],
+    *,
+    buffers: Params,
+    products: Products = "exact",
+    vectorize: bool = True,
+) -> tuple[Gradient, Vector]:
+    """∂L_T/∂w, and how it changes along several directions in (weights, raw). Writes to ``buffers``.
+
+    Second derivatives are symmetric: the change along (p, q) is ∂/∂w of ⟨∂L_T/∂w, p⟩ + ⟨∂L_T/∂raw, q⟩, one double
+    backward a direction.
+
+    Args:
+        problem: The problem.
+        params: The weights.
+        raw: The hypers.
+        batch: The batch.
+        along: The directions: a leading dimension ``directions`` before the shapes of ``params`` and ``raw``.
+        buffers: As for :func:`train_gradient`.
+        products: Exact, or central differences along each direction.
+        vectorize: Exact ones all at once, where every operation of the backward pass has a batching rule.
+    """
+    p, q = along
+    count = next(iter(q.values())).shape[0]
+    if products == "central":
+        return _central_tangents(problem, params, raw, batch, along, buffers)
+    w, r = vectors.leaves(params), vectors.leaves(raw)
+
+    def differentiate(loss: Tensor) -> tuple[Tensor, Params, list[Tensor | None]]:
+        loss = _mean(loss)
+        grads = _grad(loss, [*w.values(), *r.values()], create_graph=True)
+        # Only what depends on the weights has a derivative in them.
+        pairs = [pair for pair in zip(grads, [*p.values(), *q.values()], strict=True) if pair[0].requires_grad]
+        of_w = {name: grad.detach() for name, grad in zip(w, grads, strict=False)}
+        if not pairs:
+            return loss.detach(), of_w, [None] * len(w)
+        outputs, seeds = zip(*pairs, strict=True)
+        changes = _directional(outputs, list(w.values()), seeds, count, vectorize)
+        return loss.detach(), of_w, changes
+
+    loss, of_w, changes = evaluate_then(problem, "train", w, problem.space.values(r), batch, buffers, differentiate)
+    tangents = {
+        name: part.new_zeros(count, *part.shape) if change is None else change
+        for (name, part), change in zip(params.items(), changes, strict=True)
+    }
+    return Gradient(loss, of_w, {}), tangents
+
+
 def mixed_product(
     problem: Problem,
     params: Params,
@@ -245,6 +335,44 @@ def _central(
     )
 
 
+def _directional(
+    outputs: Sequence[Tensor], inputs: list[Tensor], seeds: Sequence[Tensor], count: int, vectorize: bool
+) -> list[Tensor | None]:
+    """Σ ∂⟨outputs, seeds[i]⟩/∂inputs for each i, stacked; ``None`` where nothing depends on an input."""
+    if vectorize:
+        return list(torch.autograd.grad(outputs, inputs, seeds, is_grads_batched=True, allow_unused=True))
+    each = [
+        torch.autograd.grad(outputs, inputs, [seed[i] for seed in seeds], retain_graph=True, allow_unused=True)
+        for i in range(count)
+    ]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
+
+
+def _central_tangents(
+    problem: Problem, params: Params, raw: Raw, batch: Batch, along: tuple[Vector, Raw], buffers: Params
+) -> tuple[Gradient, Vector]:
+    def at(p: Vector, q: Raw, delta: float) -> Gradient:
+        shifted = vectors.axpy(delta, p, params), vectors.axpy(delta, q, raw)
+        return train_gradient(problem, *shifted, batch, buffers=vectors.clone(buffers))
+
+    calls: list[Callable[[], Gradient]] = []
+    deltas = []
+    for i in range(next(iter(along[1].values())).shape[0]):
+        p, q = ({name: part[i] for name, part in vector.items()} for vector in along)
+        # Small in the weights, and small in raw, whose natural unit is 1.
+        delta = torch.finfo(problem.raw_dtype).eps ** (1 / 3) / max(float(vectors.norm(q)), 1e-30)
+        delta = min(delta, difference_step(params, p) or delta)
+        deltas.append(delta)
+        calls += [partial(at, p, q, delta), partial(at, p, q, -delta)]
+    calls.append(lambda: train_gradient(problem, params, raw, batch, buffers=buffers))
+    grads = with_same_randomness(calls, problem.device)
+    changes = [
+        vectors.scale(0.5 / delta, vectors.axpy(-1.0, minus.params, plus.params))
+        for delta, plus, minus in zip(deltas, grads[::2], grads[1::2], strict=False)
+    ]
+    return grads[-1], {name: torch.stack([change[name] for change in changes]) for name in params}
+
+
 def with_same_randomness(calls: Iterable[Callable[[], T]], device: torch.device) -> list[T]:
     """Run each call from the same state of torch's random generators, so that dropout masks agree."""
     cpu = torch.get_rng_state()
@@ -256,6 +384,17 @@ def with_same_randomness(calls: Iterable[Callable[[], T]], device: torch.device)
             torch.cuda.set_rng_state(cuda, device)
         results.append(call())
     return results
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's random numbers from this seed, and afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def _mean(loss: Tensor) -> Tensor:

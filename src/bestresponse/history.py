@@ -55,8 +55,7 @@ class History:
         waiting, self._waiting = self._waiting, []
         # A tensor may stand in many rows: a hyper that did not move. Each is read once.
         tensors = {id(value): value for row in waiting for value in row.values() if isinstance(value, Tensor)}
-        read = torch.stack([t.detach().reshape(()).double() for t in tensors.values()]).tolist() if tensors else []
-        numbers = dict(zip(tensors, read, strict=True))
+        numbers = dict(zip(tensors, _read(list(tensors.values())), strict=True))
         for row in waiting:
             settled = {name: numbers[id(v)] if isinstance(v, Tensor) else v for name, v in row.items()}
             self._add(settled)
@@ -122,3 +121,13 @@ class History:
         for name, column in self._columns.items():
             column.append(row.get(name))
         self._length += 1
+
+
+def _read(tensors: list[Tensor]) -> list[float]:
+    """The numbers in these tensors, in one transfer; with one operation where all are alike, as losses are."""
+    if not tensors:
+        return []
+    if any(t.ndim or t.dtype is not tensors[0].dtype for t in tensors):
+        tensors = [t.detach().reshape(()).double() for t in tensors]
+    numbers: list[float] = torch.stack(tensors).detach().double().tolist()
+    return numbers

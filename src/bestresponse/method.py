@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor
@@ -22,6 +22,7 @@ class Metrics:
     valid_loss: Tensor | None = None
     moved: bool = False  # did raw change?
     finished: bool = False  # has the method nothing left to do?
+    extra: dict[str, float | Tensor] = field(default_factory=dict)  # further numbers for the history
 
 
 class Method(abc.ABC):
@@ -42,6 +43,8 @@ class Method(abc.ABC):
     regresses_sampled: ClassVar[bool] = False
     #: Is a loss that becomes NaN or infinite the method's own business, rather than the end of the run?
     survives_non_finite: ClassVar[bool] = False
+    #: The names that ``Metrics.extra`` may have: columns of the history.
+    extras: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, problem: Problem, *, seed: int = 0) -> State:
@@ -54,6 +57,22 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def params(self, problem: Problem, state: Any) -> Params:
         """Ordinary weights to deploy at ``state.raw``."""
+
+
+def require_part(name: str, part: object, kind: type, example: str) -> None:
+    """Raise unless what is given as ``name`` is of its kind. A class or function that was not called is told so."""
+    if not isinstance(part, kind):
+        called = getattr(part, "__name__", None) if callable(part) else None
+        call = f". Call it: {called}(...)" if called else ""
+        raise TypeError(f"{name} must be a {kind.__name__}, such as {example}; got {part!r}{call}")
+
+
+class ReadsHypers(abc.ABC):
+    """A method that makes use of hypers itself, such as a learning rate. The training loss need not read those."""
+
+    @abc.abstractmethod
+    def reads(self, problem: Problem) -> frozenset[str]:
+        """Their names. Raises where a hyper cannot be what the method takes it for."""
 
 
 class Plan(NamedTuple):

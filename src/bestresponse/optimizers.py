@@ -9,12 +9,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 #: Makes an optimizer from parameters or parameter groups: ``partial(torch.optim.Adam, lr=1e-3)``.
 OptimizerFactory = Callable[[Any], Optimizer]
 #: Makes a schedule for an optimizer: ``partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)``.
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
+
+
+def inverse_root(optimizer: Optimizer, after: float = 100.0) -> LambdaLR:
+    """A schedule that slows down for ever: lr / √(1 + n / after) at update n.
+
+    Fast while there is far to go, slow when only noise is left to follow; and it need not know how long a run will be.
+    """
+    return LambdaLR(optimizer, lambda n: (1 + n / after) ** -0.5)
 
 
 @final
@@ -33,6 +41,14 @@ class Updater:
         rates: Mapping[str, float] | None = None,
     ) -> Updater:
         """An updater for ``vector``; ``rates`` gives hypers, by name or by a leaf's name, their own learning rate."""
+        _require_factory("an optimizer", factory, "partial(torch.optim.Adam, lr=1e-3)")
+        if schedule is not None:
+            _require_factory("a schedule", schedule, "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)")
+        if rates is not None and not isinstance(rates, Mapping):
+            raise TypeError(
+                f"learning rates of single hypers are a dict by name; got {rates!r}. One for all belongs to the "
+                "optimizer: partial(torch.optim.Adam, lr=...)"
+            )
         groups: list[dict[str, Any]] = [{"params": []}]
         unused = dict(rates or {})
         own: dict[str, dict[str, Any]] = {}
@@ -46,7 +62,16 @@ class Updater:
         if unused:
             raise KeyError(f"a learning rate is given for {sorted(unused)[0]!r}, which no hyper is named")
         optimizer = factory([group for group in [*groups, *own.values()] if group["params"]])
-        return Updater(optimizer, schedule(optimizer) if schedule else None)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS asks for the loss again within a step, and gets one gradient: use SGD, Adam or another"
+            )
+        scheduler = schedule(optimizer) if schedule else None
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau asks for a measured loss, and is told of steps only: use another schedule"
+            )
+        return Updater(optimizer, scheduler)
 
     def update(self, vector: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> None:
         """One step of the optimizer along ``gradient``."""
@@ -92,3 +117,9 @@ class Pace(NamedTuple):
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
         # A decoupled decay pulls by lr · decay · w, past the divisor: as curvature decay · D would.
         return Pace(group["lr"], divisor, decay * divisor if decoupled and divisor is not None else decay)
+
+
+def _require_factory(what: str, factory: Any, example: str) -> None:
+    if not callable(factory):
+        got = f"a {type(factory).__name__} that is made already" if isinstance(factory, Optimizer) else repr(factory)
+        raise TypeError(f"{what} is given as a function that makes it, such as {example}; got {got}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -43,7 +44,9 @@ class Gaussian(Perturbation):
     entropy: float = 1e-3
 
     def __post_init__(self) -> None:
-        scales = self.scale.values() if isinstance(self.scale, Mapping) else [self.scale]
+        scales: list[Any] = list(self.scale.values()) if isinstance(self.scale, Mapping) else [self.scale]
+        if not all(isinstance(scale, numbers.Real) for scale in scales):
+            raise TypeError(f"scale must be a number, or a dict of numbers by the name of a leaf; got {self.scale!r}")
         if any(not scale > 0 for scale in scales):
             raise ValueError(f"scale must be above 0; got {self.scale}. For no perturbation at all use perturb=None")
         if self.clip is not None and not self.clip[0] < self.clip[1]:

@@ -203,10 +203,13 @@ def _spread(space: Space, values: Values, batch: Batch) -> Values:
 
 def _checked(loss: Any, which: Which) -> Tensor:
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{which}_loss must return a tensor; got {type(loss).__name__}. Is a return missing?")
+        advice = "Is a return missing?" if loss is None else "Return the loss itself, without .item()"
+        raise TypeError(f"{which}_loss must return a tensor; got {type(loss).__name__}. {advice}")
     if not loss.is_floating_point():
-        raise TypeError(f"{which}_loss must return floating-point numbers; got {loss.dtype}")
-    if loss.ndim > 1:
+        raise TypeError(
+            f"{which}_loss must return floating-point numbers; got {loss.dtype}. Convert it, for instance with .float()"
+        )
+    if loss.ndim > 1 or loss.numel() == 0:
         raise ValueError(
             f"{which}_loss must return one number, or one per example; got shape {tuple(loss.shape)}. "
             "Reduce the other dimensions, for instance with .mean(dim=1)"

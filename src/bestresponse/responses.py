@@ -23,17 +23,21 @@ from bestresponse.space import Raw
 
 @final
 class Response(nn.Module):
-    """A trained hypernetwork: raw with a leading dimension ``samples`` in, params with that dimension out."""
+    """A trained hypernetwork: raw with a leading dimension ``samples`` in, params with that dimension out.
+
+    It works in the precision of raw, whatever that of the weights is: half precision would not keep its small steps.
+    """
 
     def __init__(self, network: nn.Sequential, params: Params) -> None:
         super().__init__()
         self.network = network
         self.shapes = {name: tuple(p.shape) for name, p in params.items()}
+        self.dtypes = {name: p.dtype for name, p in params.items()}
 
     def forward(self, raw: Raw) -> Params:
         """Weights for each row of raw."""
         flat = self.network(vectors.flatten(raw, batch_dims=1))  # (samples, n) -> (samples, d)
-        return vectors.unflatten(flat, self.shapes)
+        return {name: part.to(self.dtypes[name]) for name, part in vectors.unflatten(flat, self.shapes).items()}
 
 
 class Recipe(abc.ABC):
@@ -52,7 +56,7 @@ class Recipe(abc.ABC):
 
     def build(self, raw: Raw, params: Params, generator: torch.Generator) -> Response:
         """The response for these hypers and weights, starting at these weights."""
-        start = vectors.flatten(params)
+        start = vectors.flatten(params).to(next(iter(raw.values())).dtype)
         widths = (vectors.numel(raw), *self.hidden_widths(), start.numel())
         layers: list[nn.Module] = []
         for n, m in pairwise(widths):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bestresponse.checkpoint import FORMAT, write_atomically
 from bestresponse.history import History
+from bestresponse.method import Method
 from bestresponse.problem import Params, Problem
 from bestresponse.space import Raw, Values
 from bestresponse.state import State
@@ -60,6 +61,8 @@ class Result:
         step: The step whose weights and hypers these are.
         raw: The hypers in raw units, by the dotted name of each leaf.
         state: The method's state after the last step: a black box's trials, a hypernetwork, optimizers.
+        problem: What was tuned, with the run's own copy of the model as it started.
+        method: How.
     """
 
     status: Status
@@ -71,10 +74,13 @@ class Result:
     step: int
     raw: Raw
     state: State
+    problem: Problem
+    method: Method
 
     @staticmethod
     def of(
         problem: Problem,
+        method: Method,
         snapshot: Snapshot,
         state: State,
         status: Status,
@@ -92,7 +98,9 @@ class Result:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, buffer.detach().clone())
         values = _map(lambda tensor: tensor.detach().clone(), problem.space.values(snapshot.raw))
-        return Result(status, message, values, model, history, metrics, snapshot.step, snapshot.raw, state)
+        return Result(
+            status, message, values, model, history, metrics, snapshot.step, snapshot.raw, state, problem, method
+        )
 
     def __repr__(self) -> str:
         shown = {

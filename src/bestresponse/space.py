@@ -17,6 +17,7 @@ log and bounded       exp of raw, bent smoothly into [log low, log high]        
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
+
+from bestresponse.transforms import from_raw, log_from_raw, log_to_raw, to_raw
 
 Shape = tuple[int, ...]
 Raw = dict[str, Tensor]
@@ -64,15 +67,9 @@ class Hyper:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ValueError(f"a hyper needs low < high; got low={self.low}, high={self.high}")
-        if self.log and self.low is not None and self.low <= 0:
-            raise ValueError(
-                f"a log hyper is positive, so low must be above 0; got low={self.low}. Give the smallest value that is "
-                "worth telling from zero, such as 1e-10, or leave low out"
-            )
-        if self.log and self.high is not None and self.high <= 0:
-            raise ValueError(f"a log hyper is positive, so high must be above 0; got high={self.high}")
+        _require_shapes(self.shape)
+        self._require_bounds()
+        _require_prior(self.prior)
         if isinstance(self.start, Mapping):
             if set(self.start) != set(self.shapes):
                 lacking, extra = set(self.shapes) - set(self.start), set(self.start) - set(self.shapes)
@@ -80,11 +77,11 @@ class Hyper:
                     f"start must have the names of shape; it lacks {sorted(lacking)[:3]} and has {sorted(extra)[:3]} "
                     "too many"
                 )
-            starts = list(self.start.values())
+            starts = dict(self.start)
         else:
-            starts = [self.start]
-        for start in starts:
-            self._check(torch.as_tensor(start, dtype=torch.float64), "start")
+            starts = dict.fromkeys(self.shapes, self.start)
+        for part, shape in self.shapes.items():
+            self._require_start(starts[part], shape)
 
     @property
     def kind(self) -> str:
@@ -105,8 +102,8 @@ class Hyper:
     def value(self, raw: Tensor) -> Tensor:
         """Natural units from raw."""
         if not self.log:
-            return _from_raw(raw, self.low, self.high)
-        value = _log_from_raw(raw, _log(self.low), _log(self.high)).exp()
+            return from_raw(raw, self.low, self.high)
+        value = log_from_raw(raw, _log(self.low), _log(self.high)).exp()
         return value if self.low is None and self.high is None else value.clamp(self.low, self.high)
 
     def raw(self, value: float | Tensor) -> Tensor:
@@ -114,8 +111,38 @@ class Hyper:
         number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         self._check(number, "value")
         if self.log:
-            return _log_to_raw(number.log(), _log(self.low), _log(self.high))
-        return _to_raw(number, self.low, self.high)
+            return log_to_raw(number.log(), _log(self.low), _log(self.high))
+        return to_raw(number, self.low, self.high)
+
+    def _require_bounds(self) -> None:
+        bounds: dict[str, Any] = {"low": self.low, "high": self.high}
+        for name, bound in bounds.items():
+            if bound is not None and not isinstance(bound, numbers.Real):
+                raise TypeError(f"{name} must be a number, or None for no bound; got {bound!r}")
+            if bound is not None and math.isinf(bound):
+                raise ValueError(f"{name} must be a finite number; got {bound}. Leave {name} out for no bound")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"a hyper needs low < high; got low={self.low}, high={self.high}")
+        if self.log and self.low is not None and self.low <= 0:
+            raise ValueError(
+                f"a log hyper is positive, so low must be above 0; got low={self.low}. Give the smallest value that is "
+                "worth telling from zero, such as 1e-10, or leave low out"
+            )
+        if self.log and self.high is not None and self.high <= 0:
+            raise ValueError(f"a log hyper is positive, so high must be above 0; got high={self.high}")
+
+    def _require_start(self, start: Any, shape: Shape) -> None:
+        try:
+            number = torch.as_tensor(start, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"start must be a number, a tensor, or a dict of them by name; got {start!r}") from None
+        try:
+            torch.broadcast_to(number, shape)
+        except RuntimeError:
+            raise ValueError(
+                f"start must be one number, or have the shape of the hyper, {shape}; got shape {tuple(number.shape)}"
+            ) from None
+        self._check(number, "start")
 
     def _check(self, number: Tensor, what: str) -> None:
         low = 0.0 if self.log and self.low is None else self.low
@@ -155,6 +182,9 @@ class Net:
     sampled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"a Net needs a torch.nn.Module; got {self.module!r}")
+        _require_prior(self.prior)
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ValueError(f"a Net needs a module with weights to tune; {type(self.module).__name__} has none")
 
@@ -327,9 +357,32 @@ def layer_of(parameter: str) -> str:
 def _trainable(
     model: nn.Module, where: Callable[[str, nn.Parameter], bool] | None = None
 ) -> Iterator[tuple[str, nn.Parameter]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the shape is made from a model, a torch.nn.Module; got {model!r}")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (where is None or where(name, parameter)):
             yield name, parameter
+
+
+def _require_shapes(shape: Any) -> None:
+    for part in shape.values() if isinstance(shape, Mapping) else [shape]:
+        if not isinstance(part, tuple | list) or not all(isinstance(size, int) for size in part):
+            raise TypeError(
+                "shape must be a tuple of whole numbers, such as (3,), or a dict of such tuples by name, such as "
+                f"br.per_weight(model); got {part!r}"
+            )
+        if any(size < 1 for size in part):
+            raise ValueError(f"shape must hold at least one number; got {tuple(part)}")
+    if isinstance(shape, Mapping) and not shape:
+        raise ValueError(
+            "shape has no parts. If it comes from br.per_weight or one of its siblings: the model has no trainable "
+            "parameters, or `where` keeps none of them"
+        )
+
+
+def _require_prior(prior: Any) -> None:
+    if prior is not None and not callable(prior):
+        raise TypeError(f"prior must be a function of a raw tensor, or None; got {prior!r}")
 
 
 def _names(parts: Mapping[str, Any]) -> str:
@@ -337,59 +390,8 @@ def _names(parts: Mapping[str, Any]) -> str:
 
 
 def _bound(bound: float | None, otherwise: str) -> str:
-    return otherwise if bound is None else f"{bound:g}"
+    return otherwise if bound is None else f"{bound:.12g}"
 
 
 def _log(bound: float | None) -> float | None:
     return None if bound is None else math.log(bound)
-
-
-def _from_raw(raw: Tensor, low: float | None, high: float | None) -> Tensor:
-    if low is not None and high is not None:
-        return (low + (high - low) * torch.sigmoid(raw)).clamp(low, high)  # rounding may pass a bound
-    if low is not None:
-        return low + _softplus(raw)
-    if high is not None:
-        return high - _softplus(-raw)
-    return raw
-
-
-def _to_raw(value: Tensor, low: float | None, high: float | None) -> Tensor:
-    if low is not None and high is not None:
-        return (value - low).log() - (high - value).log()
-    if low is not None:
-        return _inverse_softplus(value - low)
-    if high is not None:
-        return -_inverse_softplus(high - value)
-    return value
-
-
-def _log_from_raw(raw: Tensor, low: float | None, high: float | None) -> Tensor:
-    # Slope one in the middle, so that a step in raw means the same factor whatever the bounds are.
-    if low is not None and high is not None:
-        middle, half = (low + high) / 2, (high - low) / 2
-        return middle + half * torch.tanh((raw - middle) / half)
-    if low is not None:
-        return low + _softplus(raw - low)
-    if high is not None:
-        return high - _softplus(high - raw)
-    return raw
-
-
-def _log_to_raw(value: Tensor, low: float | None, high: float | None) -> Tensor:
-    if low is not None and high is not None:
-        middle, half = (low + high) / 2, (high - low) / 2
-        return middle + half * torch.atanh((value - middle) / half)
-    if low is not None:
-        return low + _inverse_softplus(value - low)
-    if high is not None:
-        return high - _inverse_softplus(high - value)
-    return value
-
-
-def _softplus(raw: Tensor) -> Tensor:
-    return torch.logaddexp(raw, torch.zeros_like(raw))  # torch's own softplus jumps to the identity at 20
-
-
-def _inverse_softplus(value: Tensor) -> Tensor:
-    return value + torch.log(-torch.expm1(-value))

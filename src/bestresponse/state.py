@@ -43,9 +43,14 @@ class State:
         return {f.name: _pack(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put saved fields back, in place where something else may hold on to them."""
+        """Put saved fields back, in place where something else may hold on to them.
+
+        A field with a default may be missing: a later version has added it, and it stays as it is.
+        """
         for f in dataclasses.fields(self):
             if f.name not in saved:
+                if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING:
+                    continue
                 raise KeyError(f"the saved state has no {f.name!r}: it was written by another method or version")
             setattr(self, f.name, _unpack(getattr(self, f.name), saved[f.name]))
 

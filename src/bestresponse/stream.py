@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import numbers
 import random
+import signal
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from bestresponse.problem import Batch
 
+#: Gives a batch, the same one whenever it is called.
+Draw = Callable[[], Batch]
 _EMPTY: Final = "{name} is empty: it gave no batch. Is drop_last set with too few examples?"
+_SPENT: Final = (
+    "{name} gave no batch when it was iterated again: it can be read only once. Give a DataLoader, br.Batches or a "
+    "list of batches"
+)
 
 
 @final
@@ -41,8 +53,18 @@ class Batches:
     ) -> None:
         if not tensors:
             raise ValueError("Batches needs at least one tensor: br.Batches(x, y, size=128)")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+                raise TypeError(
+                    "Batches needs tensors whose first dimension counts the examples; got "
+                    f"{'a number' if isinstance(tensor, Tensor) else _kind(tensor)}. torch.as_tensor makes them from "
+                    "lists and arrays; data sets need a DataLoader"
+                )
+        if len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError(f"tensors must be on one device; got {[str(tensor.device) for tensor in tensors]}")
         if len({len(tensor) for tensor in tensors}) > 1:
             raise ValueError(f"tensors must have equal first dimensions; got {[len(tensor) for tensor in tensors]}")
+        _require_whole(size)
         if size < 1:
             raise ValueError(f"size must be at least 1; got {size}")
         self.tensors = tensors
@@ -56,19 +78,26 @@ class Batches:
         return count // self.size if self.drop_last else -(-count // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        count = len(self.tensors[0])
-        # The order is drawn here, when a pass begins: drawing the batches takes no random numbers.
-        order = torch.randperm(count, device="cpu") if self.shuffle else torch.arange(count, device="cpu")
-        return self._rows(order.to(self.tensors[0].device))
+        return map(self.take, self.rows())
 
-    def _rows(self, order: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        for start in range(0, len(self) * self.size, self.size):
-            rows = order[start : start + self.size]
-            if self.shuffle:
-                batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
-            else:
-                batch = tuple(tensor[start : start + self.size] for tensor in self.tensors)
-            yield (*batch, rows) if self.index else batch
+    def rows(self) -> Iterator[Tensor | slice]:
+        """Which rows each batch of one pass has; in a new order, if shuffled."""
+        count = len(self.tensors[0])
+        starts = range(0, len(self) * self.size, self.size)
+        if not self.shuffle:
+            return (slice(start, min(start + self.size, count)) for start in starts)
+        # The order is drawn here, when a pass begins: drawing the batches takes no random numbers.
+        order = torch.randperm(count, device="cpu").to(self.tensors[0].device)
+        return (order[start : start + self.size] for start in starts)
+
+    def take(self, rows: Tensor | slice) -> tuple[Tensor, ...]:
+        """The batch of these rows."""
+        if isinstance(rows, Tensor):
+            batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+            return (*batch, rows) if self.index else batch
+        batch = tuple(tensor[rows] for tensor in self.tensors)
+        device = self.tensors[0].device
+        return (*batch, torch.arange(rows.start, rows.stop, device=device)) if self.index else batch
 
 
 @final
@@ -92,9 +121,12 @@ class Stream:
         if isinstance(data, Stream):
             raise TypeError(f"{name} is a br.Stream already; give the loader itself")
         if not hasattr(data, "__iter__"):
+            advice = ". Put it in a DataLoader" if isinstance(data, Dataset) else ""
             raise TypeError(
-                f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}"
+                f"{name} must be iterable: a DataLoader, br.Batches or a list of batches; got {_kind(data)}{advice}"
             )
+        if isinstance(data, Tensor):
+            raise TypeError(f"{name} must give batches, and a tensor gives rows: br.Batches(x, y, size=128)")
         if isinstance(data, Iterator):
             raise TypeError(
                 f"{name} must start anew each time it is iterated, and a {_kind(data)} can be read only once. "
@@ -106,8 +138,9 @@ class Stream:
         self.device = device
         self.pass_number = 0
         self.handed_out = 0  # batches of this pass already given
-        self._iterator: Iterator[Batch] | None = None
-        self._waiting: list[Batch] = []  # drawn by peek, not yet given
+        self._drawn = False
+        self._iterator: Iterator[Any] | None = None
+        self._waiting: list[Draw] = []  # drawn by peek, not yet given
         self._random = _RandomState(_generators(data))
         # Drawing the next item of these takes no random numbers, so nothing needs to be swapped.
         self._quiet = isinstance(data, Batches | list | tuple)
@@ -116,24 +149,31 @@ class Stream:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._waiting.pop() if self._waiting else self._draw()
+        return self.draw()()
+
+    def draw(self) -> Draw:
+        """Take the next batch, as a function that gives it, the same one whenever it is called.
+
+        Of :class:`Batches` the function holds the rows' numbers rather than the rows: many batches may be held so.
+        """
+        draw = self._waiting.pop() if self._waiting else self._draw()
         self.handed_out += 1
-        return batch
+        return draw
 
     def peek(self) -> Batch:
         """The batch that comes next, without taking it."""
         if not self._waiting:
             self._waiting.append(self._draw())
-        return self._waiting[0]
+        return self._waiting[0]()
 
     def epoch(self) -> Iterator[Batch]:
         """One whole pass from the start, which leaves the stream's own place alone."""
         other = Stream(self.data, name=self.name, seed=self.seed, device=self.device)
         iterator = other._start(0)
         empty = True
-        while (batch := other._from(iterator)) is not None:
+        while (draw := other._from(iterator)) is not None:
             empty = False
-            yield batch[0]
+            yield draw()
         if empty:
             raise ValueError(_EMPTY.format(name=self.name))
 
@@ -150,38 +190,48 @@ class Stream:
             self._draw()
             self.handed_out += 1
 
-    def _draw(self) -> Batch:
+    def _draw(self) -> Draw:
         if self._iterator is None:
             self._iterator = self._start(self.pass_number)
-        batch = self._from(self._iterator)
-        if batch is None:
+        draw = self._from(self._iterator)
+        if draw is None:
             self.pass_number, self.handed_out = self.pass_number + 1, 0
             self._iterator = self._start(self.pass_number)
-            batch = self._from(self._iterator)
-        if batch is None:
-            raise ValueError(_EMPTY.format(name=self.name))
-        return batch[0]
+            draw = self._from(self._iterator)
+        if draw is None:
+            raise ValueError((_SPENT if self._drawn else _EMPTY).format(name=self.name))
+        self._drawn = True
+        return draw
 
-    def _start(self, pass_number: int) -> Iterator[Batch]:
+    def _start(self, pass_number: int) -> Iterator[Any]:
         seed = zlib.crc32(f"{self.seed} {self.name} {pass_number}".encode())
         self._random.seed(seed)
         for owner in _owners(self.data):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(pass_number)
-        with self._random.swapped_in():
-            return iter(self.data)
+        with self._random.swapped_in(), _deaf_workers(self.data):
+            return self.data.rows() if isinstance(self.data, Batches) else iter(self.data)
 
-    def _from(self, iterator: Iterator[Batch]) -> tuple[Batch] | None:
-        """The next batch in a tuple of one, as a batch may itself be ``None``; ``None`` at the end of the pass."""
+    def _from(self, iterator: Iterator[Any]) -> Draw | None:
+        """The next batch, as a function that gives it; ``None`` at the end of the pass."""
         try:
             if self._quiet:
-                batch = next(iterator)
+                item = next(iterator)
             else:
                 with self._random.swapped_in():
-                    batch = next(iterator)
+                    item = next(iterator)
         except StopIteration:
             return None
-        return (batch if self.device is None else to_device(batch, self.device),)
+        if isinstance(self.data, Batches):
+            return partial(self._take, self.data, item)
+        batch = self._moved(item)
+        return lambda: batch
+
+    def _take(self, data: Batches, rows: Tensor | slice) -> Batch:
+        return self._moved(data.take(rows))
+
+    def _moved(self, batch: Batch) -> Batch:
+        return batch if self.device is None else to_device(batch, self.device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -253,6 +303,27 @@ class _RandomState:
             sys.modules["numpy"].random.set_state(of_numpy)
         for generator, of_generator in zip(self._generators, of_generators, strict=True):
             generator.set_state(of_generator)
+
+
+def _require_whole(size: object) -> None:
+    if not isinstance(size, numbers.Integral):
+        raise TypeError(f"size must be a whole number; got {size!r}")
+
+
+@contextmanager
+def _deaf_workers(data: Any) -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal: workers born here do not hear it, and the step can be finished."""
+    if not getattr(data, "num_workers", 0) or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    context = getattr(data, "multiprocessing_context", None) or multiprocessing
+    if context.get_start_method(allow_none=True) != "fork":
+        resource_tracker.ensure_running()  # starting it later would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # held back here, and for good where inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kind(data: object) -> str:

@@ -74,8 +74,7 @@ def tune(
         The result. After a loss or hyper became NaN or infinite it holds the last good state, and its ``status`` says
         so. Ctrl-C ends the run after the present step and returns what there is; a second Ctrl-C stops at once.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}")
+    preflight.check_arguments(problem, method, steps, seed, callbacks, evaluate, metrics)
     if resume and run_dir is None:
         raise ValueError("resume=True needs the run_dir to resume from")
     if evaluate_every is not None and not evaluate:
@@ -92,7 +91,9 @@ def tune(
     watched = {name: Stream(data, name=name, seed=seed, device=place) for name, data in (evaluate or {}).items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[place] if place.type == "cuda" else []))
-        preflight.check(work, method, streams["train"], streams["valid"], list(watched.values()), metrics or {})
+        preflight.check(
+            work, method, streams["train"], streams["valid"], list(watched.values()), metrics or {}, problem.model
+        )
         _seed(seed, place)
         run = _Run(work, method, streams, watched, metrics or {}, callbacks, evaluate_every, seed)
         directory = RunDirectory(run_dir) if run_dir is not None else None
@@ -112,6 +113,7 @@ def _open(run: _Run, directory: RunDirectory | None, seed: int, resume: bool, ev
             raise FileExistsError(
                 f"{directory.path} holds a run already. Give resume=True to go on with it, or another run_dir"
             )
+        description["method"] = _as_known_to(directory.read_run().get("method", ""), run.method)
         directory.require_same(description)
         if (saved := keeper.load()) is not None:
             run.load_state_dict(saved)
@@ -151,7 +153,7 @@ class Event:
         self.metrics = run.metrics
         measures = ("loss", *run.measures) if run.evaluate_every is not None else ()
         self.evaluated = tuple(f"{loader}/{measure}" for loader in run.watched for measure in measures)
-        self.columns = (*COLUMNS, *run.shown, *self.evaluated)
+        self.columns = (*COLUMNS, *run.method.extras, *run.shown, *self.evaluated)
         self.run_dir = run.keeper.directory.path if run.keeper.directory else None
 
     def current_row(self) -> dict[str, float | int]:
@@ -243,7 +245,14 @@ class _Run:
         if self.status is not Status.NON_FINITE and (wrong := find_in_weights(chosen.step, chosen.params)):
             self.status, self.message = Status.NON_FINITE, f"{wrong} There is no better result: no trial stayed finite."
         result = Result.of(
-            self.problem, chosen, self.state, self.status, self.message, self.history, self._evaluate(chosen)
+            self.problem,
+            self.method,
+            chosen,
+            self.state,
+            self.status,
+            self.message,
+            self.history,
+            self._evaluate(chosen),
         )
         if self.status is Status.NON_FINITE:
             warnings.warn(self.message, RuntimeWarning, stacklevel=3)
@@ -308,6 +317,7 @@ class _Run:
         row["valid_batches"] = cost.valid_batches
         row["gradients"] = cost.gradients
         row["seconds"] = self.clock.seconds
+        row.update(metrics.extra)
         row.update(self.shown)
         self.metrics = {}
         if self.evaluate_every is not None and step % self.evaluate_every == 0:
@@ -368,11 +378,31 @@ def _seed(seed: int, device: torch.device) -> None:
 def _describe(problem: Problem, method: Method, seed: int) -> dict[str, Any]:
     """What makes two runs the same run."""
     return {
-        "method": re.sub(r" at 0x[0-9a-f]+", "", repr(method)),
+        "method": _without_addresses(method),
         "space": problem.space.describe(),
         "seed": seed,
         "weights": {name: list(p.shape) for name, p in problem.params().items()},
     }
+
+
+def _without_addresses(value: object) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _as_known_to(saved: str, method: Any) -> str:
+    """The method as it is written, without arguments that a run of an earlier version did not have yet.
+
+    Such an argument is left out if it is not named there, and stands at its default here.
+    """
+    if not dataclasses.is_dataclass(method):
+        return _without_addresses(method)
+    known = []
+    for f in dataclasses.fields(method):
+        value = getattr(method, f.name)
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if f.repr and (f"{f.name}=" in saved or value != default):
+            known.append(f"{f.name}={_without_addresses(value)}")
+    return f"{type(method).__qualname__}({', '.join(known)})"
 
 
 def _circumstances(device: torch.device) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_the_hypergradient_is_the_slope_of_the_validation_objective(double, resp
     problem = br.Problem(model, space, valid_loss, valid_loss)
     method = br.BestResponse(response)
     state = method.init(problem)
+    set_raw(state, {"a": torch.tensor([0.7, -0.4]), "b": torch.tensor(1.1)})  # no longer at the start
     batch = torch.randn(4, 2)
     _, hypergradient = method.hypergradient(problem, state, batch)
 
@@ -192,6 +193,37 @@ def test_one_training_step_is_the_chain_rule(double, response, parts):
     for name, p in phi.items():
         torch.testing.assert_close(before[name] - p.detach(), expected[name], rtol=1e-6, atol=1e-7, msg=name)
     assert float(metrics.train_loss) == pytest.approx(float(loss), rel=1e-9)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_vectorized_samples_share_one_call_of_the_loss(vectorize):
+    known, calls = Ridge(), []
+
+    def train_loss(model, batch, hyper):
+        calls.append(1)
+        return known.problem.train_loss(model, batch, hyper)
+
+    problem = br.Problem(known.model, known.problem.space, train_loss, known.problem.valid_loss)
+    method = br.BestResponse(samples=4, vectorize=vectorize, schedule=br.ThenTune(3))
+    state, (train, valid) = method.init(problem), streams(known)
+    for _ in range(3):
+        method.step(problem, state, train, valid)
+    assert len(calls) == 3 * (1 if vectorize else 4)
+
+
+def test_a_loss_that_cannot_be_vectorized_is_told_what_to_do():
+    known = Ridge()
+
+    def train_loss(model, batch, hyper):
+        return known.problem.train_loss(model, batch, hyper) * hyper["decay"]["weight"].sum().sign().item()
+
+    problem = br.Problem(known.model, known.problem.space, train_loss, known.problem.valid_loss)
+    one_by_one = br.BestResponse(samples=2)
+    one_by_one.step(problem, one_by_one.init(problem), *streams(known))
+    at_once = br.BestResponse(samples=2, vectorize=True)
+    with pytest.raises(RuntimeError, match="vmap") as caught:
+        at_once.step(problem, at_once.init(problem), *streams(known))
+    assert "with vectorize=False it may do anything" in caught.value.__notes__[0]
 
 
 def test_a_centered_response_has_the_weights_at_the_present_hypers_as_its_bias():
@@ -327,10 +359,25 @@ def test_a_response_far_larger_than_any_machine_is_refused_with_its_size():
         ({"perturb": None, "samples": 2}, "without perturb all samples are the same; use samples=1, not 2"),
         ({"perturb": br.Gaussian(antithetic=True), "samples": 3}, "samples must be even; got 3"),
         ({"perturb": br.Box(-1, 1, antithetic=True)}, "samples must be even; got 1"),
+        ({"perturb": br.Gaussian(learn=True)}, "does not learn the scale of its perturb"),
     ],
 )
 def test_a_best_response_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
+        br.BestResponse(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"response": "linear"}, r"response must be a Recipe, such as br.Linear\(\); got 'linear'$"),
+        ({"response": br.LowRank}, r"response must be a Recipe.*Call it: LowRank\(\.\.\.\)"),
+        ({"perturb": 0.1}, r"perturb must be a Perturbation, such as br.Gaussian\(0.1\), or None; got 0.1"),
+        ({"schedule": 5}, r"schedule must be a Schedule, such as br.Alternate\(\); got 5"),
+    ],
+)
+def test_a_best_response_refuses_what_is_of_another_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
         br.BestResponse(**arguments)
 
 

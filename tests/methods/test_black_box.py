@@ -406,3 +406,16 @@ def test_a_trial_that_is_saved_in_its_middle_goes_on(already):
 def test_cross_validation_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.BlackBox(20, 100), r"sampler must be a Sampler, such as br.Random\(20\); got 20"),
+        (lambda: br.Grid([1.0, 2.0]), r"Grid needs a list of values for each hyper, \{.*; got \[1.0, 2.0\]"),
+        (lambda: br.Grid({"decay": 1.0}), "Grid needs a list of values for each hyper"),
+    ],
+)
+def test_cross_validation_refuses_what_is_of_another_type(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

@@ -20,7 +20,7 @@ from bestresponse.gradients import (
     with_same_randomness,
 )
 from bestresponse.method import Alternate, Method, Metrics, Schedule
-from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater
+from bestresponse.optimizers import OptimizerFactory, Pace, ScheduleFactory, Updater, inverse_root
 from bestresponse.perturb import Gaussian
 from bestresponse.problem import Batch, Params, Problem, examples
 from bestresponse.space import Raw
@@ -29,6 +29,7 @@ from bestresponse.stream import Stream
 from bestresponse.vectors import Vector
 
 BETAS: Final = (0.9, 0.999)  # of the adjoint's moments, as in Adam
+MEMORY: Final = 0.99  # of the powers of signal and noise
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,8 @@ class AdjointState(State):
         slope: ∂L_V/∂w, from the newest validation batch.
         direct: ∂L_V/∂raw, likewise.
         gathered: The sum of the hypergradients since raw moved, one a pair.
+        gathered_squares: The sum of their squares.
+        powers: Mean squares of single hypergradients, and of their means between two moves: how much is signal.
         pairs: How many that are.
         updates: Training updates so far.
         tracked: Updates of the adjoint so far.
@@ -66,6 +69,8 @@ class AdjointState(State):
     slope: Params
     direct: Raw
     gathered: Raw
+    gathered_squares: Raw
+    powers: list[Raw]
     pairs: int = 0
     updates: int = 0
     tracked: int = 0
@@ -105,7 +110,9 @@ class Adjoint(Method):
         optimizer: For the weights.
         hyper_optimizer: For raw.
         lr_schedule: Learning-rate schedule of ``optimizer``.
-        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``.
+        hyper_lr_schedule: Learning-rate schedule of ``hyper_optimizer``; by default it falls with the root of the
+            number of moves, so that raw neither outruns weights that follow slowly nor wanders where it sees mostly
+            noise.
         hyper_lr: Learning rates for single hypers, by name.
     """
 
@@ -121,7 +128,7 @@ class Adjoint(Method):
     # Gradients in raw may be tiny in themselves, as exp(λ) is for a small decay: Adam must not take them for zero.
     hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=0.1, eps=1e-16)
     lr_schedule: ScheduleFactory | None = None
-    hyper_lr_schedule: ScheduleFactory | None = None
+    hyper_lr_schedule: ScheduleFactory | None = inverse_root
     hyper_lr: Mapping[str, float] | None = None
     needs_raw_gradient: ClassVar[bool] = True
     regresses_sampled: ClassVar[bool] = True
@@ -156,6 +163,8 @@ class Adjoint(Method):
             slope=vectors.zeros_like(params),
             direct=vectors.zeros_like(raw),
             gathered=vectors.zeros_like(raw),
+            gathered_squares=vectors.zeros_like(raw),
+            powers=[vectors.zeros_like(raw), vectors.zeros_like(raw)],
             log_scale=log_scale,
             log_scale_updater=Updater.of(log_scale, self.hyper_optimizer, self.hyper_lr_schedule)
             if self.perturb.learn and log_scale
@@ -174,11 +183,11 @@ class Adjoint(Method):
                     metrics.valid_loss = self._look(problem, state, next(valid))
                 metrics.train_loss = self._train_and_track(problem, state, next(train))
         if plan.tune and state.pairs:
-            state.raw_updater.update(state.raw, vectors.scale(1 / state.pairs, state.gathered))
+            self._move(state)
             if state.log_scale_updater is not None:
                 state.log_scale_updater.update(state.log_scale, vectors.scale(1 / state.pairs, state.scale_gathered))
             metrics.moved = True
-        for part in (*state.gathered.values(), *state.scale_gathered.values()):
+        for part in (*state.gathered.values(), *state.gathered_squares.values(), *state.scale_gathered.values()):
             part.zero_()
         state.pairs = 0
         state.step += 1
@@ -187,6 +196,23 @@ class Adjoint(Method):
     def params(self, problem: Problem, state: AdjointState) -> Params:
         """The averaged weights."""
         return vectors.clone(state.averaged or state.params)
+
+    def _move(self, state: AdjointState) -> None:
+        """Move raw along the mean of the hypergradients, each number as far as they agree about it.
+
+        An optimizer such as Adam goes as far along noise as along a signal. So its step is multiplied by the root mean
+        square of the means over that of single hypergradients: one where all are alike, and one over the root of the
+        number of pairs where there is nothing but noise.
+        """
+        before = vectors.clone(state.raw)
+        mean = vectors.scale(1 / state.pairs, state.gathered)
+        state.raw_updater.update(state.raw, mean)
+        for leaf, part in mean.items():
+            single, joint = state.powers[0][leaf], state.powers[1][leaf]
+            single.lerp_(state.gathered_squares[leaf] / state.pairs, 1 - MEMORY)
+            joint.lerp_(part.square(), 1 - MEMORY)
+            signal = torch.where(single > 0, joint / single, 1.0).sqrt()
+            state.raw[leaf].copy_(torch.lerp(before[leaf], state.raw[leaf], signal))
 
     def _look(self, problem: Problem, state: AdjointState, batch: Batch) -> Tensor:
         """The validation gradient at the present weights."""
@@ -211,7 +237,9 @@ class Adjoint(Method):
         """A training update from a pair; its differences move the adjoint, and estimate the hypergradient."""
         pair, mixed, by_scale = self._measure(problem, state, batch, state.live_buffers)
         for leaf, part in mixed.items():
-            state.gathered[leaf] += state.direct[leaf] - part
+            estimate = state.direct[leaf] - part
+            state.gathered[leaf] += estimate
+            state.gathered_squares[leaf] += estimate.square()
         for leaf, part in by_scale.items():
             state.scale_gathered[leaf] -= part + self.perturb.entropy
         state.pairs += 1
@@ -298,6 +326,8 @@ class Adjoint(Method):
 
     def _update(self, state: AdjointState, gradient: Params) -> None:
         """Move the weights."""
+        for name, square in state.squares.items():
+            square.lerp_(gradient[name].square(), 1 - BETAS[1])
         state.params_updater.update(state.params, gradient)
         state.updates += 1
         weight = 1 / min(state.updates, self.average)
@@ -308,8 +338,6 @@ class Adjoint(Method):
                 state.buffers[name].lerp_(buffer, weight)
             else:
                 state.buffers[name].copy_(buffer)
-        for name, square in state.squares.items():
-            square.lerp_(gradient[name].square(), 1 - BETAS[1])
 
     def _pace(self, state: AdjointState, name: str) -> tuple[float | Tensor, Tensor, float | Tensor]:
         """The weight optimizer's rate, divisor and decay; the divisor is estimated where the optimizer has none."""

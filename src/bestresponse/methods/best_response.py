@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -11,30 +11,32 @@ import torch
 from torch import Tensor
 
 from bestresponse import vectors
-from bestresponse.gradients import train_gradients, valid_gradient
+from bestresponse.gradients import Gradient, train_gradient, train_gradients, valid_gradient
 from bestresponse.memory import require_memory
-from bestresponse.method import Alternate, Method, Metrics, Schedule
+from bestresponse.method import Alternate, Method, Metrics, ReadsHypers, Schedule, require_part
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
 from bestresponse.perturb import Gaussian, Perturbation
-from bestresponse.problem import Params, Problem
+from bestresponse.problem import Batch, Params, Problem
 from bestresponse.responses import Linear, Recipe, Response
 from bestresponse.space import Raw
 from bestresponse.state import State
 from bestresponse.stream import Stream
+from bestresponse.unrolling import FineTune, Place
 
 
 @dataclass(kw_only=True)
 class BestResponseState(State):
-    """A response, and the two updaters that train it and move raw."""
+    """A response, and the two updaters that train it and move raw; the last fine-tuned weights, if there are any."""
 
     response: Response
     response_updater: Updater
     raw_updater: Updater
+    fine_tuned: Params = field(default_factory=dict)
 
 
 @final
 @dataclass(frozen=True)
-class BestResponse(Method):
+class BestResponse(Method, ReadsHypers):
     """Train a hypernetwork w_φ(λ) in place of the weights, and tune the hypers through it.
 
     A training update moves φ along the gradient of L_T(w_φ(λ), λ) at hypers drawn from p(λ); a change of raw moves λ̂
@@ -50,6 +52,8 @@ class BestResponse(Method):
             weights at λ̂, whatever λ̂ is.
         vectorize: Evaluate all samples at once, through ``torch.func.vmap``. Much faster for small models with
             several samples; not for models with BatchNorm.
+        fine_tune: Follow the response with a few training updates, and judge it, in both losses, by the weights after
+            them. Deployed are the fine-tuned weights of the last change of raw.
         schedule: When to train and when to tune.
         optimizer: For the hypernetwork.
         hyper_optimizer: For raw.
@@ -63,6 +67,7 @@ class BestResponse(Method):
     samples: int = 1
     centered: bool = False
     vectorize: bool = False
+    fine_tune: FineTune | None = None
     schedule: Schedule = field(default_factory=Alternate)
     optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=1e-3)
     hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=3e-2)
@@ -71,8 +76,14 @@ class BestResponse(Method):
     hyper_lr: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        require_part("response", self.response, Recipe, "br.Linear()")
+        require_part("schedule", self.schedule, Schedule, "br.Alternate()")
+        if self.perturb is not None:
+            require_part("perturb", self.perturb, Perturbation, "br.Gaussian(0.1), or None")
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1; got {self.samples}")
+        if getattr(self.perturb, "learn", False):
+            raise ValueError("BestResponse does not learn the scale of its perturb: use br.Gaussian(learn=False)")
         if self.perturb is None and self.centered:
             raise ValueError(
                 "a centered response sees only the distance from the current hypers, which is always zero without "
@@ -82,15 +93,22 @@ class BestResponse(Method):
             raise ValueError(f"without perturb all samples are the same; use samples=1, not {self.samples}")
         if getattr(self.perturb, "antithetic", False) and self.samples % 2:
             raise ValueError(f"antithetic draws come in pairs, so samples must be even; got {self.samples}")
+        if self.fine_tune is not None and self.vectorize:
+            raise ValueError("vectorize=True does not go together with fine_tune: each sample is trained by itself")
+
+    def reads(self, problem: Problem) -> frozenset[str]:
+        """The hypers that are settings of the fine-tuning updates."""
+        return self.fine_tune.reads(problem) if self.fine_tune is not None else frozenset()
 
     def init(self, problem: Problem, *, seed: int = 0) -> BestResponseState:
         """The response at the model's weights, the hypers at their starts."""
+        self.reads(problem)
         params = problem.params()
         raw = problem.space.raw(dtype=problem.raw_dtype, device=problem.device)
         hypers, weights = vectors.numel(raw), vectors.numel(params)
         numbers = self.response.size(hypers, weights)
         require_memory(
-            4 * numbers * torch.finfo(next(iter(params.values())).dtype).bits // 8,
+            4 * numbers * torch.finfo(problem.raw_dtype).bits // 8,
             problem.device,
             f"{self.response!r} for {hypers:,} hypers and {weights:,} weights holds {numbers:,} numbers, four times "
             "that with their gradients and Adam's moments",
@@ -114,13 +132,15 @@ class BestResponse(Method):
         for _ in range(plan.train):
             metrics.train_loss = self._train(problem, state, train)
         if plan.tune:
-            metrics.valid_loss = self._tune(problem, state, valid)
+            metrics.valid_loss = self._tune(problem, state, train, valid)
             metrics.moved = True
         state.step += 1
         return metrics
 
     def params(self, problem: Problem, state: BestResponseState) -> Params:
-        """The response at the current hypers."""
+        """The response at the current hypers; or the last fine-tuned weights."""
+        if state.fine_tuned:
+            return vectors.clone(state.fine_tuned)
         with torch.no_grad():
             return self.respond(state, state.raw)
 
@@ -129,11 +149,23 @@ class BestResponse(Method):
         stacked = {name: leaf[None] for name, leaf in raw.items()}
         return {name: part[0] for name, part in state.response(self._seen(state, stacked)).items()}
 
-    def hypergradient(self, problem: Problem, state: BestResponseState, batch: object) -> tuple[Tensor, Raw]:
-        """The validation loss on one batch, and its derivative in raw through the response."""
+    def hypergradient(
+        self, problem: Problem, state: BestResponseState, batch: Batch, train: Stream | None = None
+    ) -> tuple[Tensor, Raw]:
+        """The validation loss on one batch, and its derivative in raw through the response.
+
+        With ``fine_tune``, also through its updates, on batches from ``train``.
+        """
         raw = vectors.leaves(state.raw)
         params = self.respond(state, raw)
-        loss, by_params, by_raw = valid_gradient(problem, params, state.raw, batch, buffers=state.buffers)
+
+        def look(place: Place) -> Gradient:
+            state.cost.valid_batches += 1
+            state.cost.gradients += 1
+            return valid_gradient(problem, place.params, state.raw, batch, buffers=state.buffers)
+
+        gradient, state.fine_tuned = self._after_updates(problem, state, params, state.raw, train, look)
+        loss, by_params, by_raw = gradient
         through = torch.autograd.grad(list(params.values()), list(raw.values()), [by_params[name] for name in params])
         return loss, {name: by_raw[name] + part for name, part in zip(raw, through, strict=True)}
 
@@ -144,10 +176,7 @@ class BestResponse(Method):
         else:
             raw = self.perturb.sample(state.raw, self.samples, state.generator)  # (samples, ...) each
         weights = state.response(self._seen(state, raw))
-        at = {name: part.detach() for name, part in weights.items()}
-        losses, by_params, _ = train_gradients(
-            problem, at, raw, batch, buffers=state.buffers, vectorize=self.vectorize and self.samples > 1
-        )
+        losses, by_params = self._sampled_gradients(problem, state, weights, raw, batch, train)
         phi = dict(state.response.named_parameters())
         outer = [by_params[name] / self.samples for name in weights]
         state.response_updater.update(
@@ -157,11 +186,54 @@ class BestResponse(Method):
         state.cost.gradients += self.samples
         return losses.mean()
 
-    def _tune(self, problem: Problem, state: BestResponseState, valid: Stream) -> Tensor:
-        loss, hypergradient = self.hypergradient(problem, state, next(valid))
+    def _sampled_gradients(
+        self, problem: Problem, state: BestResponseState, weights: Params, raw: Raw, batch: Batch, train: Stream
+    ) -> tuple[Tensor, Params]:
+        """The training loss of each sample, and its derivative in the weights of the response."""
+        at = {name: part.detach() for name, part in weights.items()}
+        if self.fine_tune is None:
+            vectorize = self.vectorize and self.samples > 1
+            try:
+                losses, by_params, _ = train_gradients(
+                    problem, at, raw, batch, buffers=state.buffers, vectorize=vectorize
+                )
+            except RuntimeError as error:
+                if vectorize:
+                    error.add_note("in train_loss under torch.func.vmap; with vectorize=False it may do anything")
+                raise
+            return losses, by_params
+        each = []
+        for i in range(self.samples):
+            own = {name: leaf[i] for name, leaf in raw.items()}
+
+            def look(place: Place, own: Raw = own) -> Gradient:
+                return train_gradient(problem, place.params, own, batch, buffers=state.buffers, with_raw=True)
+
+            here = {name: part[i] for name, part in at.items()}
+            each.append(self._after_updates(problem, state, here, own, train, look)[0])
+        stacked = {name: torch.stack([gradient.params[name] for gradient in each]) for name in weights}
+        return torch.stack([gradient.loss for gradient in each]), stacked
+
+    def _after_updates(
+        self,
+        problem: Problem,
+        state: BestResponseState,
+        params: Params,
+        raw: Raw,
+        train: Stream | None,
+        look: Callable[[Place], Gradient],
+    ) -> tuple[Gradient, Params]:
+        """What ``look`` gives at the weights ``params`` are fine-tuned to, as derivatives at ``params``; and those."""
+        start = Place({name: part.detach() for name, part in params.items()}, {}, state.buffers)
+        if self.fine_tune is None:
+            return look(start), {}
+        if train is None:
+            raise ValueError("fine_tune trains the response's weights a little further: give train, a br.Stream")
+        return self.fine_tune.gradient(problem, start, raw, train, look, generator=state.generator, cost=state.cost)
+
+    def _tune(self, problem: Problem, state: BestResponseState, train: Stream, valid: Stream) -> Tensor:
+        loss, hypergradient = self.hypergradient(problem, state, next(valid), train)
         state.raw_updater.update(state.raw, hypergradient)
-        state.cost.valid_batches += 1
-        state.cost.gradients += 1
         return loss
 
     def _seen(self, state: BestResponseState, raw: Raw) -> Raw:

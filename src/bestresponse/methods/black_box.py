@@ -16,7 +16,7 @@ from torch import Tensor
 from bestresponse import vectors
 from bestresponse.evaluation import mean_losses
 from bestresponse.gradients import train_gradient
-from bestresponse.method import Method, Metrics
+from bestresponse.method import Method, Metrics, require_part
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
 from bestresponse.problem import Params, Problem
 from bestresponse.space import Hyper, Raw, Space
@@ -102,6 +102,11 @@ class Grid(Sampler):
     values: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
+        lists = self.values.values() if isinstance(self.values, Mapping) else [self.values]
+        if not isinstance(self.values, Mapping) or not all(hasattr(values, "__len__") for values in lists):
+            raise TypeError(
+                f'Grid needs a list of values for each hyper, {{"decay": [1e-4, 1e-2]}}; got {self.values!r}'
+            )
         if not self.values or any(len(values) == 0 for values in self.values.values()):
             raise ValueError(f"Grid needs at least one value for each hyper; got {dict(self.values)}")
 
@@ -164,6 +169,7 @@ class BlackBox(Method):
     survives_non_finite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_part("sampler", self.sampler, Sampler, "br.Random(20)")
         if self.budget < 1:
             raise ValueError(f"budget must be at least 1 training update; got {self.budget}")
 
