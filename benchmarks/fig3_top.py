@@ -21,10 +21,11 @@ import torch
 from closed_form import EXACT
 from frame import PLAIN, Contestant, Seen, Watch, unit
 from report import compete, write
-from table import table
+from tables import race as table
 
 import bestresponse as br
 from bestresponse.papers.data import mnist
+from bestresponse.updates import SGD, Adam
 
 
 class Entry(NamedTuple):
@@ -35,8 +36,10 @@ class Entry(NamedTuple):
     shared: bool = False  # one decay for all weights
 
 
-raw_adam = partial(torch.optim.Adam, lr=0.1, eps=1e-16)
-same = {"schedule": br.Alternate(train=10, warmup=300), "hyper_optimizer": raw_adam}  # as Adjoint has them
+hyper_optimizer = {"hyper_optimizer": partial(torch.optim.Adam, lr=0.1, eps=1e-16)}  # as Adjoint has it
+same = {"schedule": br.Alternate(train=10, warmup=300), **hyper_optimizer}  # likewise
+ahead = {"update": Adam(1e-3), "restart": False, **hyper_optimizer}  # from the present weights, in one run
+whole = {"update": Adam(3e-3), "steps": 300, **hyper_optimizer}  # one training after another, each from the start
 
 #: All methods, by the name they have in the table. A new one is a line here.
 ENTRIES: Mapping[str, Entry] = {
@@ -44,11 +47,17 @@ ENTRIES: Mapping[str, Entry] = {
     "Adjoint, a pair every 3rd update": Entry("adjoint", {"pair_every": 3}),
     "T1–T2": Entry("luketina2016", same),
     "HOAG": Entry("hoag2016", same),
-    "Neumann": Entry("lorraine2020", {**same, "lr": 0.01}),
-    "Nyström": Entry("hataya2023", same),
-    "Unrolled, reverse": Entry("franceschi2017_reverse"),
-    "Unrolled, truncated": Entry("shaban2019"),
+    "Neumann, 20 terms": Entry("lorraine2020", {"lr": 0.01, **same}),  # the largest curvature is 80
+    "Nyström, rank 20": Entry("hataya2023", same),
+    "Reverse through the next 10 updates": Entry("franceschi2017_reverse", {"steps": 10, **ahead}),
+    "Reverse through whole trainings of 300": Entry("domke2012", whole),
+    "The same, its last 20 updates": Entry("shaban2019", {"last": 20, **whole}),
+    "DrMAD": Entry("drmad2016", whole),
+    "Reversible": Entry("maclaurin2015", {**whole, "update": SGD(0.01, momentum=0.9)}),
     "Hypernetwork, rank 10": Entry("lorraine2018_joint", {"response": br.LowRank(10)}),
+    "The same, fine-tuned by 3 updates": Entry(
+        "lorraine2018_fine_tuned", {"update": SGD(0.01), "steps": 3, "response": br.LowRank(10)}
+    ),
     "Random search, one decay": Entry(
         "cross_validation", {"sampler": br.Random(1000, scale=3.0), "budget": 1000}, True
     ),

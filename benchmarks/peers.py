@@ -30,7 +30,8 @@ from fig3_top import contestants
 from frame import Contestant, Watch, race, unit
 from peer_methods import boat, higher_unrolled, hippotrainer_implicit, torchopt_implicit, torchopt_unrolled
 from report import compete, record, time_to, write
-from table import TARGETS, table
+from tables import TARGETS
+from tables import race as table
 
 from bestresponse.papers.data import Images, mnist
 
@@ -47,7 +48,10 @@ def grid(run: Any, **settings: Sequence[Any]) -> Iterator[Contestant]:
 
 def ways() -> dict[str, list[Contestant]]:
     """Every way to use a peer, in all its settings. What every setting shares is said in ``peer_methods.Course``."""
-    rates, sgd = [0.1, 0.2], {"rule": ["sgd"], "weight_rate": [0.01]}  # twice that, and plain descent is near to diverging
+    rates, sgd = (
+        [0.1, 0.2],
+        {"rule": ["sgd"], "weight_rate": [0.01]},
+    )  # twice that, and plain descent is near to diverging
     return {
         "TorchOpt, CG": [*grid(torchopt_implicit, iterations=[10, 20], warm_start=[False, True], rate=rates)],
         "TorchOpt, unrolled": [

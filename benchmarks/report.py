@@ -1,4 +1,4 @@
-"""What the comparisons leave behind: dated JSON files, of which ``table.py`` makes tables."""
+"""What the comparisons leave behind: dated JSON files, of which ``tables.py`` makes tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from closed_form import Exact
 from frame import STEPS, Contestant, Watch, extra_memory, race
-from table import TARGETS, TEST_TARGET
+from tables import TARGETS, TEST_TARGET
 
 from bestresponse.papers.data import Images
 
