@@ -162,8 +162,8 @@ def torchopt_unrolled(watch: Watch, *, rule: str, accelerated: bool = False, **c
         return rates[0]
 
     optimizer: Any
-    if rule == "adam":  # without eps_root the derivative of the root is infinite for pixels that are always dark
-        optimizer = torchopt.MetaAdam(now.model, lr=schedule, eps_root=1e-12, use_accelerated_op=accelerated)
+    if rule == "adam":
+        optimizer = torchopt.MetaAdam(now.model, lr=schedule, use_accelerated_op=accelerated)
     else:
         optimizer = torchopt.MetaSGD(now.model, lr=schedule)
 
