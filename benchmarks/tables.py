@@ -8,14 +8,18 @@ In the docs: ``<!-- table: unrolled_memory -->``, the table, ``<!-- end -->``. A
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TARGETS = (0.0370, 0.0362)  # of the mean squared error on validation data in fig3_top and peers
+TEST_TARGET = 0.0393  # 7,850 hypers can overfit the validation data, so also: how soon is it good on test data?
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
@@ -192,6 +196,73 @@ def spread(rows: list[dict[str, Any]], column: str) -> str:
     return f"{statistics.mean(numbers):.5f} ± {statistics.stdev(numbers) if len(numbers) > 1 else 0:.5f}"
 
 
+def race(report: Mapping[str, Any]) -> str:
+    """A row a method: medians over the seeds."""
+    plain = report["rows"]["Plain run"]["runs"]
+    steps = f"{report['steps']:,} updates"
+    targets = f"CPU-s to valid ≤ {TARGETS[0]:.4f} | to ≤ {TARGETS[1]:.4f} | to test ≤ {TEST_TARGET:.4f}"
+    lines = [
+        circumstances(report),
+        "",
+        f"| method | valid | test | {targets} | after {steps}: valid, test | CPU time, plain = 1 "
+        "| gradients | exact valid | extra MB |",
+        "|---" + "|---:" * 10 + "|",
+    ]
+    for name, row in report["rows"].items():
+        runs = row["runs"]
+        if errors := sorted({run["error"] for run in runs if run["error"]}):
+            lines.append(f"| {name} | {'; '.join(errors)} |" + " |" * 9)
+            continue
+        cells = [number(median(run["end"][part] for run in runs), ".4f") for part in ("valid", "test")]
+        cells += [number(median(run["to"][target] for run in runs), ".1f") for target in runs[0]["to"]]
+        cells += [number(median(run["to_test"][target] for run in runs), ".1f") for target in runs[0]["to_test"]]
+        marks = [run["mark"] for run in runs if run["mark"]]
+        if len(marks) == len(runs):
+            cells.append(", ".join(f"{median(mark[part] for mark in marks):.4f}" for part in ("valid", "test")))
+            ratios = [cost(mark, beside["curve"]) for mark, beside in zip(marks, plain, strict=True)]
+            cells.append(f"{median(ratios):.2f}")
+        else:
+            cells += ["–", "–"]
+        cells.append(f"{median(run['end']['gradients'] for run in runs):,.0f}")
+        cells += [number(median(run["exact_at_end"] for run in runs), ".4f"), number(row["extra_mb"], ".0f")]
+        lines.append(" | ".join([f"| {name}", *cells]) + " |")
+    return "\n".join(lines)
+
+
+def cost(mark: Mapping[str, float], plain: Mapping[str, list[float]]) -> float:
+    """What as many updates cost, in those that the plain run of the same race made in the same CPU time.
+
+    All that run side by side are at the same CPU time together, so that a machine that is slower for a while is slower
+    for both.
+    """
+    seconds, updates = plain["seconds"], plain["updates"]
+    after = min(bisect_left(seconds, mark["seconds"]), len(seconds) - 1)
+    part = (mark["seconds"] - seconds[after - 1]) / (seconds[after] - seconds[after - 1])
+    return (updates[after - 1] + part * (updates[after] - updates[after - 1])) / mark["updates"]
+
+
+def median(numbers: Iterable[float | None]) -> float:
+    """The median, where ``None`` stands for never."""
+    return statistics.median([math.inf if number is None else number for number in numbers] or [math.nan])
+
+
+def number(value: float | None, form: str) -> str:
+    """A cell."""
+    if value is None or math.isnan(value):
+        return "–"
+    return "never" if math.isinf(value) else format(value, form)
+
+
+def circumstances(report: Mapping[str, Any]) -> str:
+    """When, with what and on what, in a line."""
+    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
+    seeds = ", ".join(str(run["seed"]) for run in report["rows"]["Plain run"]["runs"])
+    return (
+        f"{report['date']}, {report['hardware']}; Python {report['python']}, {versions}; medians over seeds {seeds}; "
+        f"{report['budget_seconds']:.1f} CPU seconds for each method."
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "unrolled_memory": unrolled_memory,
     "schedule": schedule,
@@ -201,6 +272,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "first_order_cuda": first_order,
     "hypers": hypers,
     "methods": methods,
+    "fig3_top": race,
+    "peers": race,
 }
 
 
