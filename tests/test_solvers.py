@@ -458,6 +458,22 @@ def test_too_little_damping_for_a_sketch_is_said() -> None:
     assert f"{solution.residual:.3g} times ‖b‖: there is more curvature outside the 2 columns" in solution.trouble
 
 
+@pytest.mark.parametrize("solver", [br.Dense(damping=0.1), br.Nystrom(60, 0.1)], ids=repr)
+def test_weights_may_be_laid_out_in_any_order(solver: br.Solver) -> None:
+    """A net in channels_last: numbers are counted in the order of the shape, not of the memory."""
+    matrix = System(48).matrix
+    laid = normal(torch.Generator("cpu").manual_seed(1), 2, 3, 4, 2)
+    b = {"w": laid.to(memory_format=torch.channels_last)}
+    assert not b["w"].is_contiguous()
+
+    def product(v: Vector) -> Vector:
+        return {"w": (matrix @ v["w"].flatten()).view(b["w"].shape).to(memory_format=torch.channels_last)}
+
+    solution = solver.solve(product, b, turn())
+    close(solution.x, torch.linalg.solve(matrix + 0.1 * torch.eye(48), laid.flatten()), 1e-9 if precise() else 1e-3)
+    assert not solution.trouble
+
+
 def test_dense_refuses_large_problems_and_says_what_is_singular() -> None:
     with pytest.raises(ValueError, match=r"5,000 × 5,000 matrix: it is meant for at most 3,000 weights. Use br.CG\(\)"):
         br.Dense().solve(lambda v: v, {"w": torch.ones(5000)})

@@ -335,10 +335,12 @@ def _size(residual: Vector, b: Vector) -> tuple[float, float]:
 def _units(like: Vector, places: Iterable[int]) -> Iterator[Vector]:
     """The unit vectors with these numbers, counted through all parts."""
     for place in places:
-        unit, before = vectors.zeros_like(like), 0
-        for part in unit.values():
+        unit, before = {}, 0
+        for name, part in like.items():
+            flat = part.new_zeros(part.numel())  # not zeros_like, whose strides may be others (channels_last)
             if before <= place < before + part.numel():
-                part.view(-1)[place - before] = 1.0
+                flat[place - before] = 1.0
+            unit[name] = flat.view(part.shape)
             before += part.numel()
         yield unit
 
