@@ -13,6 +13,8 @@ from torch.optim import SGD
 import bestresponse as br
 from bestresponse.testing import Ridge, net_problem
 
+pytestmark = pytest.mark.filterwarnings("ignore:no hyper will be changed")  # the audit's own step does
+
 still = partial(SGD, lr=0.0)
 steep = partial(SGD, lr=0.1)
 late = br.Alternate(warmup=200)  # only the audit's own step tunes
