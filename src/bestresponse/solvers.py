@@ -247,7 +247,7 @@ class Nystrom(Solver):
         flat = [part.reshape(len(chosen), -1) for part in columns.values()]
         gram = torch.stack([part @ part.T for part in flat]).sum(0)
         eps = torch.finfo(rows.dtype).eps
-        small = self._woodbury(*(part.cpu().double() for part in (rows, gram, _inner(columns, b))), eps)
+        small = self._woodbury(eps, *(part.cpu().double() for part in (rows, gram, _inner(columns, b))))
         inside = {name: torch.tensordot(small.to(part), part, dims=1) for name, part in columns.items()}
         x = vectors.scale(1 / self.damping, vectors.axpy(-1.0, inside, b))
         residual, length = _size(vectors.axpy(-1.0, product(x), b), b)
@@ -263,7 +263,7 @@ class Nystrom(Solver):
             )
         return Solution(x, residual, len(chosen) + 1, trouble)
 
-    def _woodbury(self, rows: Tensor, gram: Tensor, seen: Tensor, eps: float) -> Tensor:
+    def _woodbury(self, eps: float, rows: Tensor, gram: Tensor, seen: Tensor) -> Tensor:
         """T (damping + TᵀCᵀCT)⁻¹ Tᵀ Cᵀb with T Tᵀ = W⁺, which is all that is ``(rank, rank)``."""
         if not bool(torch.isfinite(gram).all()):
             return torch.full_like(seen, math.nan)  # nothing to fall back on: x is not finite either
