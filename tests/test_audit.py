@@ -12,6 +12,9 @@ from torch.optim import SGD
 
 import bestresponse as br
 from bestresponse.testing import Ridge, net_problem
+from bestresponse.updates import SGD as Descent
+
+pytestmark = pytest.mark.filterwarnings("ignore:no hyper will be changed")  # the audit's own step does
 
 still = partial(SGD, lr=0.0)
 steep = partial(SGD, lr=0.1)
@@ -47,7 +50,7 @@ def test_t1_t2_on_ridge_has_the_bias_it_is_known_for():
     assert found.hypers == {"decay": found.overall}
     assert found.residual is not None
     assert found.residual <= 1e-4
-    assert (found.step, found.draws, found.retraining, found.left_out) == (200, 2, None, ())
+    assert (found.step, found.draws, found.retraining, found.left_out) == (200, 2, None, {})
 
 
 @pytest.mark.parametrize(
@@ -169,9 +172,77 @@ def test_sampled_hypers_are_left_out_and_named():
     data = br.Batches(torch.randn(20, 3), torch.randn(20, 1), size=10)
     result = br.tune(problem, br.methods.adjoint(schedule=br.Alternate(train=2)), data, data, steps=5)
     found = br.audit(result, data, data, draws=2, updates=5)
-    assert found.left_out == ("drop",)
+    assert list(found.left_out) == ["drop"]
     assert list(found.hypers) == ["decay"]
-    assert "Not judged, as no derivative in them exists: drop." in str(found)
+    assert "Not judged: drop, as it is sampled, and no derivative in it exists." in str(found)
+
+
+def with_rate(known: Ridge, restart: bool) -> tuple[br.Problem, br.Unrolled]:
+    """A rate for each of three updates, which the loss does not read; hypers that stay where they are."""
+    rate = br.Hyper(0.05, log=True, shape=(3,))
+    space = br.Space(**dict(known.problem.space.items()), rate=rate)
+    problem = br.Problem(known.problem.model, space, known.problem.train_loss, known.problem.valid_loss)
+    return problem, br.Unrolled(br.Reverse(), Descent("rate"), 3, restart=restart, hyper_optimizer=still)
+
+
+@pytest.mark.parametrize(("restart", "updates"), [(True, 3), (False, 12)])
+def test_an_unrolled_run_is_retrained_by_its_own_rule_and_its_rule_is_not_judged(restart, updates):
+    """w⁺ = w − η(Hw − 2c) from the model's zeros, on all data at once: just what the run did."""
+    known = Ridge(start=0.3)
+    problem, method = with_rate(known, restart)
+    result = br.tune(problem, method, known.train, known.valid, steps=4)
+    found = br.audit(result, known.train, known.valid, draws=1)
+    assert found.left_out == {"rate": "Unrolled reads it itself, and the reference sees the losses alone"}
+    assert list(found.hypers) == ["decay"]
+    assert found.overall == found.hypers["decay"]
+    assert "Not judged: rate, as Unrolled reads it itself" in str(found)
+    w, h = torch.zeros(5), known.hessian(result.raw)
+    for _ in range(updates):
+        w = w - 0.05 * h @ (w - known.best_response(result.raw))
+    again = found.retraining
+    assert again is not None
+    assert again.updates == updates
+    error = 1e-9 if precise() else 1e-4
+    assert again.retrained_valid_loss == pytest.approx(float((known.xv @ w - known.yv).square().mean()), rel=error)
+    assert again.distance == pytest.approx(0, abs=error)
+    # In dense algebra: the course's derivative, its decays alone, beside the implicit one at its end.
+    truth = known.hypergradient(result.raw, weights=w)
+    assert found.length == pytest.approx(float(truth.norm()), rel=1e-3)
+
+
+def test_a_run_with_hypers_of_its_rule_alone_has_nothing_to_compare():
+    known = Ridge()
+    rate = br.Space(rate=br.Hyper(0.05, log=True))
+    loss = known.problem.valid_loss
+    problem = br.Problem(known.problem.model, rate, loss, loss)
+    method = br.Unrolled(br.Reverse(), Descent("rate"), 3)
+    found = br.audit(br.tune(problem, method, known.train, known.valid, steps=2), known.train, known.valid, draws=1)
+    assert (found.overall, found.hypers, found.length) == (None, {}, 0.0)
+    assert found.retraining is not None
+    with pytest.raises(ValueError, match="Unrolled is retrained by its own rule for as many updates as it tunes for"):
+        br.audit(br.tune(problem, method, known.train, known.valid, steps=2), known.train, known.valid, updates=5)
+
+
+def test_by_default_it_retrains_for_as_many_updates_as_the_run_had_batches():
+    known = Ridge()
+    result = trained(known, br.Implicit(schedule=br.Alternate(train=3), optimizer=steep), 5)
+    assert result.state.cost.train_batches == 5 * (3 + 1)
+    found = br.audit(result, known.train, known.valid, draws=1).retraining
+    assert found is not None
+    assert found.updates == 20
+    assert br.audit(result, known.train, known.valid, draws=1, updates=0).retraining is None
+
+
+def test_generators_of_other_devices_are_left_alone(monkeypatch):
+    """``torch.manual_seed`` seeds every device there is, and those that the model is not on would stay so."""
+    known = Ridge()
+    result = trained(known, br.Implicit(optimizer=steep), 2)
+
+    def everywhere(seed: int) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "manual_seed", everywhere)
+    br.audit(result, known.train, known.valid, draws=1, updates=2)
 
 
 def test_what_cannot_be_audited_is_said():

@@ -584,3 +584,29 @@ def test_checkpointed_layers_are_differentiated_at_the_weights_being_tried():
     for expected, ours in zip(*map(all_derivatives, problems), strict=True):
         for name, part in expected.items():
             torch.testing.assert_close(ours[name], part)
+
+
+def test_derivatives_are_the_same_without_gradients():
+    """``torch.no_grad()`` around them must not make them zero."""
+    s = Smooth()
+
+    def all_derivatives() -> list[dict[str, Tensor]]:
+        train = br.train_gradient(*s.arguments(), buffers={}, with_raw=True)
+        valid = br.valid_gradient(*s.arguments(s.valid_batch), buffers={})
+        along = {name: part[None] for name, part in s.vector.items()}, {n: part[None] for n, part in s.raw.items()}
+        products = [
+            product(*s.arguments(), s.vector, buffers={}, products=way)
+            for product in (br.curvature_product, br.mixed_product)
+            for way in ("exact", "central")
+        ]
+        both = gradients.train_products(*s.arguments(), lambda grad: grad, buffers={})
+        tangents = gradients.train_tangents(*s.arguments(), along, buffers={})
+        several = train_gradients(s.problem, *along, s.batch, buffers={}, vectorize=True)
+        return [train.params, train.raw, valid.params, *products, *both, tangents[1], several.params]
+
+    expected = all_derivatives()
+    with torch.no_grad():
+        ours = all_derivatives()
+    for one, other in zip(ours, expected, strict=True):
+        same(one, other)
+        assert any(part.any() for part in one.values())

@@ -336,6 +336,21 @@ def test_nystrom_is_its_closed_formula(rank: int, damping: float) -> None:
     assert solution.residual == pytest.approx(system.residual(solution.x), rel=1e-3)
 
 
+def test_nystrom_leaves_out_what_is_rounding_in_its_sketch() -> None:
+    """Ten columns of a matrix of rank two, in float32: the other eight curvatures of W are rounding, some above 0."""
+    worst = 0.0
+    for seed in range(60):
+        draws = torch.Generator("cpu").manual_seed(seed)
+        rows = torch.randn(2, 12, generator=draws, dtype=torch.float32, device="cpu")
+        matrix = rows.T @ rows
+        b = rows.T @ torch.randn(2, generator=draws, dtype=torch.float32, device="cpu")
+        x = br.Nystrom(10, 1e-2).solve(lambda v, m=matrix: {"w": m @ v["w"]}, {"w": b}, br.Turn(generator=draws)).x["w"]
+        damped = matrix.double() + 1e-2 * torch.eye(12, dtype=torch.float64, device="cpu")
+        expected = torch.linalg.solve(damped, b.double())
+        worst = max(worst, float((x.double() - expected).norm() / expected.norm()))
+    assert worst < 1e-3  # rounding times (curvature / damping), and no more
+
+
 def test_nystrom_draws_from_its_generator_alone() -> None:
     system, solver = System(), br.Nystrom(3, 5.0)
     generator = torch.Generator("cpu").manual_seed(7)
@@ -458,6 +473,22 @@ def test_too_little_damping_for_a_sketch_is_said() -> None:
     assert f"{solution.residual:.3g} times ‖b‖: there is more curvature outside the 2 columns" in solution.trouble
 
 
+@pytest.mark.parametrize("solver", [br.Dense(damping=0.1), br.Nystrom(60, 0.1)], ids=repr)
+def test_weights_may_be_laid_out_in_any_order(solver: br.Solver) -> None:
+    """A net in channels_last: numbers are counted in the order of the shape, not of the memory."""
+    matrix = System(48).matrix
+    laid = normal(torch.Generator("cpu").manual_seed(1), 2, 3, 4, 2)
+    b = {"w": laid.to(memory_format=torch.channels_last)}
+    assert not b["w"].is_contiguous()
+
+    def product(v: Vector) -> Vector:
+        return {"w": (matrix @ v["w"].flatten()).view(b["w"].shape).to(memory_format=torch.channels_last)}
+
+    solution = solver.solve(product, b, turn())
+    close(solution.x, torch.linalg.solve(matrix + 0.1 * torch.eye(48), laid.flatten()), 1e-9 if precise() else 1e-3)
+    assert not solution.trouble
+
+
 def test_dense_refuses_large_problems_and_says_what_is_singular() -> None:
     with pytest.raises(ValueError, match=r"5,000 × 5,000 matrix: it is meant for at most 3,000 weights. Use br.CG\(\)"):
         br.Dense().solve(lambda v: v, {"w": torch.ones(5000)})
@@ -465,6 +496,48 @@ def test_dense_refuses_large_problems_and_says_what_is_singular() -> None:
     assert "singular" in solution.trouble
     close(solution.x, torch.tensor([2.0, 0.0]), 1e-6)
     assert solution.residual == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize("count", [12, 60])
+def test_dense_is_least_squares_where_rounding_hides_that_the_system_is_singular(count: int) -> None:
+    """AᵀA of rank 5: the zeros among its curvatures come out as rounding errors, and not as zeros."""
+    a = normal(torch.Generator("cpu").manual_seed(0), 5, count)
+    within = a.T @ normal(torch.Generator("cpu").manual_seed(1), 5)
+    beyond = normal(torch.Generator("cpu").manual_seed(2), count)
+    beyond = beyond - torch.linalg.pinv(a) @ (a @ beyond)
+    inverse = a.T @ torch.linalg.inv(a @ a.T) @ torch.linalg.inv(a @ a.T) @ a
+    for b in (within, within + beyond):
+        solution = br.Dense().solve(lambda v: {"w": a.T @ (a @ v["w"])}, {"w": b})
+        close(solution.x, inverse @ within, 1e-9 if precise() else 1e-2)
+        assert f"singular, to its precision, along {count - 5} of {count} directions" in solution.trouble
+        size = float((b - within).norm() / b.norm())
+        assert solution.residual == pytest.approx(size, abs=1e-9 if precise() else 1e-4)
+    damped = br.Dense(damping=0.1).solve(lambda v: {"w": a.T @ (a @ v["w"])}, {"w": within})
+    assert not damped.trouble
+
+
+def test_dense_bears_negative_and_widely_spread_curvature() -> None:
+    """Neither is singular."""
+    bends = torch.tensor([-3.0, 1.0, 1e4, 2e-1])
+    solution = br.Dense().solve(lambda v: {"w": bends * v["w"]}, {"w": torch.ones(4)})
+    close(solution.x, 1 / bends, 1e-9 if precise() else 1e-4)
+    assert not solution.trouble
+
+
+def test_a_damping_that_meets_a_negative_curvature_is_said() -> None:
+    solution = br.Dense(damping=1.0).solve(lambda v: {"w": torch.tensor([-1.01, 2.0]) * v["w"]}, {"w": torch.ones(2)})
+    assert solution.residual is not None
+    assert solution.residual > 50
+    assert "H + damping is close to singular" in solution.trouble
+
+
+@pytest.mark.parametrize("solver", [br.Dense(), br.Nystrom(3)], ids=repr)
+@pytest.mark.parametrize("worst", [float("nan"), float("inf")])
+def test_products_that_are_not_finite_are_said(solver: br.Solver, worst: float) -> None:
+    system = System()
+    solution = solver.solve(lambda v: vectors.scale(worst, system.product(v)), system.b, turn())
+    assert "A product of H is not finite" in solution.trouble
+    assert not torch.isfinite(vectors.flatten(solution.x)).any()
 
 
 SOLVERS = [br.CG(), br.Neumann(), br.Nystrom(), br.Dense()]
@@ -505,6 +578,7 @@ def test_a_product_that_is_not_finite_is_said_and_what_was_found_before_it_is_ke
         (lambda: br.Neumann(lr=0.0), "lr > 0"),
         (lambda: br.Nystrom(0), "Nystrom needs rank >= 1"),
         (lambda: br.Nystrom(damping=0.0), "damping > 0"),
+        (lambda: br.Dense(damping=-1.0), "Dense needs damping >= 0"),
         (lambda: br.GeometricTolerance(ratio=1.0), "ratio < 1"),
         (lambda: br.PowerTolerance(power=0.0), "power > 0"),
     ],

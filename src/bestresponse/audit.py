@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from bestresponse import vectors
 from bestresponse.evaluation import mean_losses
-from bestresponse.gradients import Products, train_gradient
+from bestresponse.gradients import Products, seeded, train_gradient
 from bestresponse.hypergradient import Linearization, implicit_hypergradient
+from bestresponse.method import Method, ReadsHypers, Retrains
 from bestresponse.optimizers import OptimizerFactory, Updater
 from bestresponse.problem import Batch, Params, Problem, evaluate, examples
 from bestresponse.result import Result
@@ -85,9 +86,9 @@ class Audit:
     Attributes:
         step: Steps of the run.
         draws: How many hypergradients of its own were taken.
-        overall: All hypers together; ``None`` if all are sampled.
+        overall: All of ``hypers`` together; ``None`` if there are none.
         hypers: Each hyper by itself.
-        left_out: Sampled hypers: the reference needs a derivative that they have not.
+        left_out: Why others are not judged, by name.
         length: ‖reference‖, in raw units.
         residual: ‖b − Hx‖ / ‖b‖ of the reference's solve.
         trouble: What its solver had to say.
@@ -98,7 +99,7 @@ class Audit:
     draws: int
     overall: Agreement | None
     hypers: Mapping[str, Agreement]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, str]
     length: float
     residual: float | None
     trouble: str
@@ -123,7 +124,7 @@ class Audit:
                 "",
             ]
         if self.left_out:
-            lines += [f"Not judged, as no derivative in them exists: {', '.join(self.left_out)}.", ""]
+            lines += [*(f"Not judged: {name}, as {why}." for name, why in self.left_out.items()), ""]
         if (again := self.retraining) is not None:
             lines += [
                 f"The best response: the weights beside ones trained anew for {again.updates:,} updates",
@@ -166,7 +167,8 @@ def audit(
         solver: Of the reference; by default ``CG(200, tolerance=1e-4)``. Each product costs 2 · ``batches`` gradients.
         products: ``"central"`` for models without second derivatives.
         updates: Training updates of the retraining; by default as many as the run has seen training batches, and 0
-            for none. The learning rate goes to zero along a cosine.
+            for none. The learning rate goes to zero along a cosine. A method that tunes for a training of its own
+            (``Unrolled``) is retrained just so, and takes neither ``updates``, but for 0, nor ``optimizer``.
         optimizer: Of the retraining; by default the method's own for the weights.
         seed: Of everything random.
     """
@@ -181,11 +183,16 @@ def audit(
             f"{type(result.method).__name__} takes no hypergradient: there is nothing to audit. The methods that move "
             "the hypers along one keep its optimizer in state.raw_updater"
         )
-    judged = [name for name in problem.space if name not in problem.space.sampled]
+    if isinstance(result.method, Retrains) and (updates or optimizer):
+        raise ValueError(
+            f"{type(result.method).__name__} is retrained by its own rule for as many updates as it tunes for: give "
+            "neither updates nor optimizer, or updates=0 for no retraining"
+        )
+    left_out = _left_out(problem, result.method)
+    judged = [name for name in problem.space if name not in left_out]
     train_stream = Stream(train, name="train", seed=seed, device=device)
     valid_stream = Stream(valid, name="valid", seed=seed, device=device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(seed, device):
         train_batches = list(islice(train_stream.epoch(), batches))
         valid_batches = list(islice(valid_stream.epoch(), batches))
         at = Linearization(
@@ -200,15 +207,16 @@ def audit(
         reference = implicit_hypergradient(at, solver or CG(200, tolerance=1e-4), valid_batches, turn)
         own = _own_hypergradients(result, train_stream, valid_stream, draws)
         hypers = {name: _compare(problem, own, reference.gradient, [name]) for name in judged}
-        count = result.state.cost.train_batches if updates is None else updates
-        factory: OptimizerFactory = optimizer or getattr(result.method, "optimizer", None) or ADAM
-        retraining = _retraining(result, train_stream, train_batches, valid_batches, count, factory) if count else None
+        retraining = None
+        if updates != 0:
+            retrained = _retrained(result, train_stream, updates, optimizer)
+            retraining = _retraining(result, retrained, train_batches, valid_batches)
     return Audit(
         result.state.step,
         draws,
         _compare(problem, own, reference.gradient, judged) if judged else None,
         hypers,
-        problem.space.sampled,
+        left_out,
         float(_part(problem, reference.gradient, judged).norm()) if judged else 0.0,
         reference.solution.residual,
         reference.solution.trouble,
@@ -268,20 +276,38 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / sizes if sizes else math.nan
 
 
+def _left_out(problem: Problem, method: Method) -> dict[str, str]:
+    """The hypers that the reference knows no derivative in, and why."""
+    reads = method.reads(problem) if isinstance(method, ReadsHypers) else frozenset()
+    why = dict.fromkeys(problem.space.sampled, "it is sampled, and no derivative in it exists")
+    read = f"{type(method).__name__} reads it itself, and the reference sees the losses alone"
+    return {**why, **{name: read for name in problem.space if name in reads}}
+
+
+def _retrained(
+    result: Result, train: Stream, updates: int | None, optimizer: OptimizerFactory | None
+) -> tuple[int, Params, Params]:
+    """Train from the model's start with the final hypers: updates, weights and buffers."""
+    problem = result.problem
+    if isinstance(result.method, Retrains):
+        return result.method.retrain(problem, result.state, train)
+    count = result.state.cost.train_batches if updates is None else updates
+    factory: OptimizerFactory = optimizer or getattr(result.method, "optimizer", None) or ADAM
+    params, buffers = problem.params(), problem.buffers()
+    updater = Updater.of(params, factory, partial(CosineAnnealingLR, T_max=count))
+    for _ in range(count):
+        updater.update(params, train_gradient(problem, params, result.raw, next(train), buffers=buffers).params)
+    return count, params, buffers
+
+
 def _retraining(
     result: Result,
-    train: Stream,
+    retrained: tuple[int, Params, Params],
     train_batches: Sequence[Batch],
     valid_batches: Sequence[Batch],
-    updates: int,
-    optimizer: OptimizerFactory,
 ) -> Retraining:
-    """Train from the model's start with the final hypers, and compare."""
-    problem = result.problem
-    params, buffers = problem.params(), problem.buffers()
-    updater = Updater.of(params, optimizer, partial(CosineAnnealingLR, T_max=updates))
-    for _ in range(updates):
-        updater.update(params, train_gradient(problem, params, result.raw, next(train), buffers=buffers).params)
+    """The final weights beside others."""
+    problem, (updates, params, buffers) = result.problem, retrained
     own = {name: p.detach() for name, p in result.model.named_parameters() if name in params}
     own_buffers = dict(result.model.named_buffers())
     distance = vectors.norm(vectors.axpy(-1.0, params, own)) / vectors.norm(params)
@@ -294,9 +320,8 @@ def _retraining(
 
 def _train_loss(problem: Problem, params: Params, buffers: Params, raw: Raw, batches: Sequence[Batch]) -> float:
     """The mean training loss, with the same random numbers for whatever weights."""
-    torch.manual_seed(0)
     values, total, weight = problem.space.values(raw), 0.0, 0
-    with torch.no_grad():
+    with seeded(0, problem.device), torch.no_grad():
         for batch in batches:
             size = examples(batch) or 1
             total += size * float(evaluate(problem, "train", params, values, batch, vectors.clone(buffers)))

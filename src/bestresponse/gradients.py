@@ -6,6 +6,8 @@ second derivative, so fused attention, cuDNN recurrent nets and compiled models 
 
 Buffers are written to (BatchNorm statistics move) only by the training gradient. Every derivative that serves the
 hypergradient works on a copy.
+
+Derivatives are taken under ``torch.no_grad()`` too: what a loop switches off for itself would make them zero here.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def train_gradient(
     return _train(problem, params, raw, batch, buffers, list(raw) if with_raw else [])[0]
 
 
+@torch.enable_grad()
 def _train(
     problem: Problem, params: Params, raw: Raw, batch: Batch, buffers: Params, in_raw: Collection[str]
 ) -> tuple[Gradient, Tensor]:
@@ -121,6 +124,7 @@ def slopes_along(
     return (plus - minus) / (2 * delta)
 
 
+@torch.enable_grad()
 def train_gradients(
     problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params, vectorize: bool
 ) -> Gradient:
@@ -154,6 +158,7 @@ def train_gradients(
     return Gradient(losses.detach(), dict(zip(w, grads, strict=True)), {})
 
 
+@torch.enable_grad()
 def valid_gradient(problem: Problem, params: Params, raw: Raw, batch: Batch, *, buffers: Params) -> Gradient:
     """∂/∂w and ∂/∂raw of the validation objective: the validation loss plus the priors on raw.
 
@@ -187,6 +192,7 @@ def curvature_product(
     return _exact(problem, params, raw, batch, vector, buffers, of="params")
 
 
+@torch.enable_grad()
 def train_products(
     problem: Problem,
     params: Params,
@@ -223,6 +229,7 @@ def train_products(
     return dict(zip(w, both, strict=False)), dict(zip(r, both[len(w) :], strict=True))
 
 
+@torch.enable_grad()
 def train_tangents(
     problem: Problem,
     params: Params,
@@ -298,6 +305,7 @@ def difference_step(params: Mapping[str, Tensor], vector: Mapping[str, Tensor]) 
     return torch.finfo(dtype).eps ** (1 / 3) * (size or 1.0) / length if length > 0 else 0.0
 
 
+@torch.enable_grad()
 def _exact(
     problem: Problem,
     params: Params,

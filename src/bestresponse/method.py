@@ -75,6 +75,14 @@ class ReadsHypers(abc.ABC):
         """Their names. Raises where a hyper cannot be what the method takes it for."""
 
 
+class Retrains(abc.ABC):
+    """A method whose hypers are those of its own training updates, and not of any training to the end."""
+
+    @abc.abstractmethod
+    def retrain(self, problem: Problem, state: Any, train: Stream) -> tuple[int, Params, Params]:
+        """Train anew from the model's start, as the run was, with the present hypers: updates, weights, buffers."""
+
+
 class Plan(NamedTuple):
     """What one step does: so many training updates, then a change of raw or none."""
 

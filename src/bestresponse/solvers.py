@@ -10,7 +10,7 @@ import abc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -246,26 +246,29 @@ class Nystrom(Solver):
         rows = torch.stack([_inner(columns, unit) for unit in _units(b, chosen)])  # (rank, rank): W
         flat = [part.reshape(len(chosen), -1) for part in columns.values()]
         gram = torch.stack([part @ part.T for part in flat]).sum(0)
-        small = self._woodbury(*(part.cpu().double() for part in (rows, gram, _inner(columns, b))))
+        eps = torch.finfo(rows.dtype).eps
+        small = self._woodbury(eps, *(part.cpu().double() for part in (rows, gram, _inner(columns, b))))
         inside = {name: torch.tensordot(small.to(part), part, dims=1) for name, part in columns.items()}
         x = vectors.scale(1 / self.damping, vectors.axpy(-1.0, inside, b))
         residual, length = _size(vectors.axpy(-1.0, product(x), b), b)
         if simple := _simple(b, length, len(chosen) + 1):
             return simple
         trouble = ""
-        if not residual <= 1:
+        if not math.isfinite(residual):
+            trouble = f"{_NOT_FINITE}, and neither is x"
+        elif residual > 1:
             trouble = (
                 f"With this sketch ‖b − Hx‖ is {residual:.3g} times ‖b‖: there is more curvature outside the "
                 f"{len(chosen)} columns than damping = {self.damping:g}. Raise the damping or the rank"
             )
         return Solution(x, residual, len(chosen) + 1, trouble)
 
-    def _woodbury(self, rows: Tensor, gram: Tensor, seen: Tensor) -> Tensor:
+    def _woodbury(self, eps: float, rows: Tensor, gram: Tensor, seen: Tensor) -> Tensor:
         """T (damping + TᵀCᵀCT)⁻¹ Tᵀ Cᵀb with T Tᵀ = W⁺, which is all that is ``(rank, rank)``."""
         if not bool(torch.isfinite(gram).all()):
             return torch.full_like(seen, math.nan)  # nothing to fall back on: x is not finite either
         sizes, axes = torch.linalg.eigh((rows + rows.T) / 2)
-        kept = sizes > sizes.abs().max() * len(sizes) * torch.finfo(sizes.dtype).eps
+        kept = sizes > sizes.abs().max() * len(sizes) * eps  # the rest is negative, or rounding of the products
         root = axes[:, kept] / sizes[kept].sqrt()
         inner = root.T @ gram @ root
         return root @ torch.linalg.solve(
@@ -286,6 +289,9 @@ class Dense(Solver):
     damping: float = 0.0
     largest: int = 3000
 
+    def __post_init__(self) -> None:
+        _require(self, self.damping >= 0 and self.largest >= 1, "damping >= 0 and largest >= 1")
+
     def solve(self, product: Product, b: Vector, turn: Turn = Turn()) -> Solution:
         """The exact solution; that of least squares where the matrix is singular."""
         count = vectors.numel(b)
@@ -296,14 +302,37 @@ class Dense(Solver):
             )
         matrix = torch.stack([vectors.flatten(product(unit)) for unit in _units(b, range(count))], 1)
         flat = vectors.flatten(b)
-        system = matrix + self.damping * torch.eye(count, dtype=matrix.dtype, device=matrix.device)
-        x, info = torch.linalg.solve_ex(system, flat)
-        trouble = ""
-        if int(info) != 0:
-            trouble = "H is singular: x is the shortest solution in least squares. Give a damping"
-            x = torch.linalg.pinv(system) @ flat
+        wide, trouble = matrix.cpu().double(), ""
+        if bool(torch.isfinite(wide).all()):
+            solved, trouble = self._solve(wide, flat.cpu().double(), torch.finfo(matrix.dtype).eps)
+            x = solved.to(flat)
+        else:
+            x, trouble = torch.full_like(flat, math.nan), f"{_NOT_FINITE}, and neither is x"
         residual, length = _size(vectors.unflatten(flat - matrix @ x, b), b)
-        return _simple(b, length, count) or Solution(vectors.unflatten(x, b), residual, count, trouble)
+        if simple := _simple(b, length, count):
+            return simple
+        if not trouble and not residual <= 1:
+            trouble = f"‖b − Hx‖ is {residual:.3g} times ‖b‖: H + damping is close to singular. Give another damping"
+        return Solution(vectors.unflatten(x, b), residual, count, trouble)
+
+    def _solve(self, matrix: Tensor, b: Tensor, eps: float) -> tuple[Tensor, str]:
+        """x, and what was wrong. ``eps`` is the precision that the products have."""
+        count = len(b)
+        system = (matrix + matrix.T) / 2 + self.damping * torch.eye(count, device="cpu").to(matrix)
+        bends, axes = torch.linalg.eigh(system)
+        sizes = bends.abs()
+        # Rounding of the products alone makes curvatures of this size out of zeros.
+        kept = sizes > 4 * math.sqrt(count) * eps * sizes.max()
+        if bool(kept.all()):
+            return torch.linalg.solve(system, b), ""
+        inverse = torch.where(kept, 1 / bends, 0.0)
+        return axes @ (inverse * (axes.T @ b)), (
+            f"H is singular, to its precision, along {int((~kept).sum())} of {count} directions: x is the shortest "
+            "solution in least squares. Give a damping"
+        )
+
+
+_NOT_FINITE: Final = "A product of H is not finite"
 
 
 def _begin(product: Product, b: Vector, start: Vector | None) -> tuple[Vector, Vector, int]:
@@ -335,10 +364,12 @@ def _size(residual: Vector, b: Vector) -> tuple[float, float]:
 def _units(like: Vector, places: Iterable[int]) -> Iterator[Vector]:
     """The unit vectors with these numbers, counted through all parts."""
     for place in places:
-        unit, before = vectors.zeros_like(like), 0
-        for part in unit.values():
+        unit, before = {}, 0
+        for name, part in like.items():
+            flat = part.new_zeros(part.numel())  # not zeros_like, whose strides may be others (channels_last)
             if before <= place < before + part.numel():
-                part.view(-1)[place - before] = 1.0
+                flat[place - before] = 1.0
+            unit[name] = flat.view(part.shape)
             before += part.numel()
         yield unit
 

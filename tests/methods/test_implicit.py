@@ -450,6 +450,7 @@ def test_there_is_no_residual_without_a_solve():
     assert "residual" not in plain.history
 
 
+@pytest.mark.filterwarnings("ignore:no hyper will be changed")
 def test_a_hyper_may_not_have_the_columns_name():
     problem = br.Problem(
         torch.nn.Linear(1, 1),

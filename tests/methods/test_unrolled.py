@@ -241,6 +241,32 @@ def test_all_exact_modes_agree(kind):
         assert torch.equal(other.train_loss, full.train_loss)
 
 
+class Scaled(nn.Module):
+    """With a weight that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 1), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+@pytest.mark.parametrize("mode", [br.Forward(), br.Forward(vectorize=False), br.Checkpointed()], ids=repr)
+def test_a_weight_may_be_a_single_number(mode):
+    def loss(model, batch, hyper):
+        return (model(batch[0]) - batch[1]).square().mean() + br.functional.l2(model, hyper["decay"])
+
+    model = Scaled()
+    problem = br.Problem(model, br.Space(decay=br.Hyper(0.1, log=True, shape=br.per_tensor(model))), loss, loss)
+    data = [(normal(1, 8, 3), normal(2, 8, 1))]
+    full, other = (
+        hypergradient(br.Unrolled(m, SGD(0.1, 0.5), 3), problem, data, data).raw for m in (br.Reverse(), mode)
+    )
+    assert full["decay.scale"].any()
+    near(other, full, 1e-11)
+
+
 @pytest.mark.parametrize("kind", REVERSIBLE)
 def test_reversible_agrees_to_what_rounding_to_fixed_point_allows(in_double, kind):
     """Weights are rounded to 2⁻⁴⁰ ≈ 1e-12 and momenta to 2⁻³⁰ ≈ 1e-9, in each of a few updates."""

@@ -149,6 +149,7 @@ class BestResponse(Method, ReadsHypers):
         stacked = {name: leaf[None] for name, leaf in raw.items()}
         return {name: part[0] for name, part in state.response(self._seen(state, stacked)).items()}
 
+    @torch.enable_grad()
     def hypergradient(
         self, problem: Problem, state: BestResponseState, batch: Batch, train: Stream | None = None
     ) -> tuple[Tensor, Raw]:
@@ -169,6 +170,7 @@ class BestResponse(Method, ReadsHypers):
         through = torch.autograd.grad(list(params.values()), list(raw.values()), [by_params[name] for name in params])
         return loss, {name: by_raw[name] + part for name, part in zip(raw, through, strict=True)}
 
+    @torch.enable_grad()
     def _train(self, problem: Problem, state: BestResponseState, train: Stream) -> Tensor:
         batch = next(train)
         if self.perturb is None:

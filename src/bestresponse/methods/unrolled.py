@@ -10,9 +10,9 @@ from typing import ClassVar, final
 import torch
 
 from bestresponse import vectors
-from bestresponse.gradients import Gradient, Products, valid_gradient
+from bestresponse.gradients import Gradient, Products, train_gradient, valid_gradient
 from bestresponse.memory import require_memory
-from bestresponse.method import Method, Metrics, ReadsHypers
+from bestresponse.method import Method, Metrics, ReadsHypers, Retrains
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
 from bestresponse.problem import Params, Problem
 from bestresponse.state import State
@@ -45,7 +45,7 @@ class UnrolledState(State):
 
 @final
 @dataclass(frozen=True)
-class Unrolled(Method, ReadsHypers):
+class Unrolled(Method, ReadsHypers, Retrains):
     """Train for ``steps`` updates, differentiate the validation loss at the end through all of them, move the hypers.
 
     With w_T = U(… U(U(w_0, λ), λ) …, λ), the hypergradient is that of L_V(w_T(λ), λ): not of where training would end
@@ -146,6 +146,15 @@ class Unrolled(Method, ReadsHypers):
         )
         tangents = Tangents(state.tangent_params, state.tangent_slots) if state.tangent_params else None
         return self.mode.run(course, start, tangents)
+
+    def retrain(self, problem: Problem, state: UnrolledState, train: Stream) -> tuple[int, Params, Params]:
+        """``steps`` updates of the rule; without restart, as many as the run has taken."""
+        params, buffers, values = problem.params(), problem.buffers(), problem.space.values(state.raw)
+        slots = self.update.slots(params)
+        for count in range(state.count):
+            slope = train_gradient(problem, params, state.raw, next(train), buffers=buffers).params
+            params, slots = self.update.step(params, slots, slope, values, index=count % self.steps, count=count)
+        return state.count, params, buffers
 
     def _require_memory(self, problem: Problem, params: Params, hypers: int) -> None:
         weights, slots = vectors.numel(params), len(self.update.slot_names)

@@ -109,6 +109,21 @@ class MethodContract:
         for name, tensor in problem.model.state_dict().items():
             assert torch.equal(tensor, before[name]), name
 
+    def test_a_loop_without_gradients_tunes_all_the_same(self, case: Case) -> None:
+        """What an own loop switches off for itself, ``torch.no_grad()``, does not make derivatives zero."""
+        problem, train, valid = net_problem(batch_norm=case.batch_norm)
+        ends = []
+        for enabled in (True, False):
+            method, train_stream, valid_stream = case.short or case.method, Stream(train), Stream(valid)
+            with torch.set_grad_enabled(enabled), torch.random.fork_rng():
+                torch.manual_seed(0)
+                state = method.init(problem, seed=0)
+                for _ in range(case.short_steps):
+                    method.step(problem, state, train_stream, valid_stream)
+                ends.append({**state.raw, **method.params(problem, state)})
+        for name, tensor in ends[0].items():
+            assert torch.equal(tensor, ends[1][name]), name
+
     def test_same_seed_same_run_other_seed_other_run(self, case: Case) -> None:
         """The seed decides everything."""
         problem, train, valid = net_problem(batch_norm=case.batch_norm)

@@ -44,7 +44,7 @@ class Forward(Mode):
             place, train_loss, tangents = course.along(leg, place, tangents, units, vectorize=self.vectorize)
         objective, adjoint = course.end(place)
         through = torch.stack(
-            [part.flatten(1) @ adjoint.params[name].flatten() for name, part in tangents.params.items()]
+            [part.reshape(count, -1) @ adjoint.params[name].flatten() for name, part in tangents.params.items()]
         ).sum(0)  # (n,)
         raw = vectors.axpy(1.0, vectors.unflatten(through.to(course.problem.raw_dtype), course.raw), adjoint.raw)
         return Outcome(place, train_loss, objective, raw, tangents if self.carry else None)
