@@ -17,16 +17,16 @@ demo: setup  ## tune a small model and look at the result
 	$(BIN)/python examples/demo.py
 
 test: setup  ## the tests, and the examples in docstrings, docs and README
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 slow: setup  ## the tests, slow ones too
-	$(BIN)/pytest --slow
+	$(BIN)/pytest -n auto --slow
 
 check: setup  ## all that must pass before a commit: format, lint, types, tests, docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 	$(MAKE) docs
 
 format: setup  ## format the code, and mend what the linter can
