@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import platform
 import resource
 import time
@@ -101,6 +102,7 @@ def measure(name: str, count: int, options: argparse.Namespace, results: Any) ->
     place, steps = torch.device(options.device), options.steps
     if place.type == "cuda":
         torch.zeros((), device=place)
+    steps_of(METHODS[name](), *problem(4, place, options.batch, (784, 16, 10)))  # what torch itself takes, once
     task, data = problem(count, place, options.batch, options.widths)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     method = METHODS[name]()
@@ -121,7 +123,17 @@ def measure(name: str, count: int, options: argparse.Namespace, results: Any) ->
     results.put({"seconds": seconds / steps / TRAIN, "bytes": peak, "hypers": task.space.numel})
 
 
+def steps_of(method: br.Method, task: br.Problem, data: br.Batches) -> None:
+    """Two steps, for what comes once a process."""
+    state = method.init(task, seed=0)
+    train, valid = br.Stream(data, name="train"), br.Stream(data, name="valid")
+    for _ in range(2):
+        method.step(task, state, train, valid)
+
+
 def point(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    # Or glibc keeps what is freed, in pieces, and the resident set tells of those.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=measure, args=(name, count, options, results))
