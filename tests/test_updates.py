@@ -216,6 +216,8 @@ def test_reads_names_each_hyper_once_and_in_order():
         (lambda: SGD(0.1, nesterov=True), ValueError, "nesterov=True needs a momentum above 0"),
         (lambda: Adam(0.1, betas=(0.9, -0.1)), ValueError, "beta2 must be between 0 and 1; got -0.1"),
         (lambda: Adam(0.1, betas=(1.0, 0.9)), ValueError, "betas below 1"),
+        (lambda: Adam(0.1, betas=0.9), TypeError, r"betas must be two settings, such as \(0.9, 0.999\); got 0.9"),
+        (lambda: Adam(0.1, betas="b"), TypeError, "betas must be two settings"),
         (lambda: Adam(0.1, eps=0.0), ValueError, "eps above 0"),
     ],
 )

@@ -189,6 +189,8 @@ class Adam(Update):
     decoupled: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise TypeError(f"betas must be two settings, such as (0.9, 0.999); got {self.betas!r}")
         _check_numbers(self)
         if self.eps == 0.0 or 1.0 in self.betas:
             raise ValueError(f"Adam needs eps above 0 and betas below 1; got eps={self.eps}, betas={self.betas}")

@@ -135,6 +135,47 @@ def test_drmad_goes_along_the_line_and_gives_every_hyper_its_own_number():
     assert float((got - descent.hypergradient(6)).abs().max()) > 1e-3
 
 
+def test_drmad_takes_velocities_from_the_line_too():
+    """With momentum, a rate for each update and decays, against a recursion on matrices."""
+    steps, start, a, b = 4, normal(1, 3), normal(2, 6, 3), normal(3, 6)
+    model = nn.Linear(3, 1, bias=False)
+    model.weight.data.copy_(start[None])
+    space = br.Space(
+        decay=br.Hyper(0.3, log=True, shape=(3,)),
+        rate=br.Hyper(0.1, log=True, shape=(steps,)),
+        momentum=br.Hyper(0.6, low=0.0, high=1.0),
+    )
+    problem = br.Problem(
+        model,
+        space,
+        lambda model, batch, hyper: (
+            (a @ model.weight[0] - b).square().mean() + (hyper["decay"] * model.weight[0].square()).sum()
+        ),
+        lambda model, batch, hyper: (model.weight[0] - 1).square().sum(),
+    )
+    got = hypergradient(br.Unrolled(br.DrMAD(), SGD("rate", "momentum"), steps), problem, [0], [0]).raw
+    decay, rate, momentum = torch.full((3,), 0.3), torch.full((steps,), 0.1), 0.6
+
+    def slope(w: Tensor) -> Tensor:
+        return 2 * a.T @ (a @ w - b) / 6 + 2 * decay * w
+
+    w, v = start, torch.zeros(3)
+    for t in range(steps):
+        v = momentum * v + slope(w)
+        w = w - rate[t] * v
+    last, fast = w, v
+    of_w, of_v, h = 2 * (last - 1), torch.zeros(3), 2 * a.T @ a / 6 + 2 * torch.diag(decay)
+    of_decay, of_rate, of_momentum = torch.zeros(3), torch.zeros(steps), torch.tensor(0.0)
+    for t in reversed(range(steps)):
+        w, v = (1 - t / steps) * start + t / steps * last, t / steps * fast
+        of_rate[t] = -of_w @ (momentum * v + slope(w))
+        through = of_v - rate[t] * of_w
+        of_momentum, of_decay = of_momentum + through @ v, of_decay + 2 * w * through
+        of_w, of_v = of_w + h @ through, momentum * through
+    expected = {"decay": of_decay * decay, "rate": of_rate * rate, "momentum": of_momentum * momentum * (1 - momentum)}
+    near(got, expected, 1e-11)
+
+
 @pytest.mark.parametrize("update", [SGD(0.1), SGD("rate")], ids=repr)
 def test_drmad_is_exact_where_the_weights_go_straight(update):
     """A training loss that is linear in the weights."""
@@ -654,6 +695,24 @@ def test_a_schedule_of_rates_ends_lower_than_the_best_constant_rate():
 # What cannot be
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.Unrolled("reverse"), "mode must be a Mode, such as .* got 'reverse'"),
+        (lambda: br.Unrolled(br.Reverse), r"mode must be a Mode.* Call it: Reverse\(\.\.\.\)"),
+        (lambda: br.Unrolled(SGD(0.1), br.Reverse(), 5), r"mode must be a Mode.* got SGD\(lr=0\.1"),
+        (lambda: br.Unrolled(br.Reverse(), 0.1, 5), "update must be an Update, such as .* got 0.1"),
+        (lambda: br.Unrolled(br.Reverse(), TorchSGD, 5), "update must be an Update, .* got <class 'torch.optim[^(]*$"),
+        (lambda: br.Unrolled(br.Reverse(), SGD(0.1), 5.0), r"steps must be a whole number; got 5\.0"),
+        (lambda: br.Reverse(last=2.0), r"last must be a whole number; got 2\.0"),
+        (lambda: br.Checkpointed(every=True), "every must be a whole number; got True"),
+    ],
+)
+def test_parts_of_another_kind_are_refused_where_they_are_given(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
 def test_what_cannot_be_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="steps must be at least 1 training update; got 0"):
         br.Unrolled(br.Reverse(), SGD(0.1), 0)
@@ -702,6 +761,10 @@ def test_a_hyper_that_neither_loss_nor_rule_reads_is_refused(tmp_path):
         br.tune(idle, br.Unrolled(br.Reverse(), SGD(0.1), 3), train, valid, steps=1)
     with pytest.raises(ValueError, match="train_loss never reads hyper 'rate'"):
         br.tune(idle, br.methods.luketina2016(), train, valid, steps=1)
+    both = br.Space(**dict(space.items()), other=br.Hyper(0.1, log=True))
+    beside = br.Problem(problem.model, both, problem.train_loss, problem.valid_loss)
+    with pytest.raises(ValueError, match="train_loss never reads hyper 'other'"):
+        br.tune(beside, br.Unrolled(br.Reverse(), SGD("rate"), 3), train, valid, steps=1)
 
 
 def test_more_memory_than_there_is_is_refused_before_the_run(monkeypatch):
