@@ -223,8 +223,8 @@ UPDATES = {
         Adam("lr", betas=("beta1", "beta2"), eps="eps", weight_decay="own"),
         {
             "lr": br.Hyper(0.05, log=True, shape=br.per_tensor(TinyNet())),
-            "beta1": br.Hyper(0.8, low=0.0, high=1.0),
-            "beta2": br.Hyper(0.9, low=0.0, high=1.0, shape=(T,)),
+            "beta1": br.Hyper(0.8, low=0.0, high=0.999),
+            "beta2": br.Hyper(0.9, low=0.0, high=0.999, shape=(T,)),
             "eps": br.Hyper(1e-2, log=True),
             "own": br.Hyper(0.05, low=0.0),
         },
