@@ -422,7 +422,7 @@ def test_multiplying_rounds_down_and_is_undone_bit_for_bit(start, factors, seed)
 
 
 def test_what_multiplying_cuts_off_takes_little_memory():
-    """μ = 0.9: near log₂(1/μ) = 0.15 bits a number and update, where a float32 copy has 32."""
+    """μ = 0.9: far below the one bit a number and update that may be lost, and below the 32 of a float32 copy."""
     numbers = torch.randint(-(2**40), 2**40, (10_000,))
     remainder = _Remainder(torch.zeros_like(numbers))
     n = torch.tensor(round(0.9 * 2**RATIO))
@@ -783,3 +783,13 @@ def test_more_memory_than_there_is_is_refused_before_the_run(monkeypatch):
         monkeypatch.setattr("bestresponse.memory.total_memory", lambda device, needed=needed: needed - 1)
         with pytest.raises(MemoryError, match=rf"5 weights with 5 hypers holds {copies} numbers.*Checkpointed"):
             method.init(known.problem)
+
+
+def test_the_remainders_of_a_long_reversible_training_are_counted_before_the_run(monkeypatch):
+    """A 76th of a copy an update, beside three times 64 bits for each weight."""
+    known = Ridge(5)
+    size = torch.finfo(torch.get_default_dtype()).bits // 8
+    monkeypatch.setattr("bestresponse.memory.total_memory", lambda device: 10 * 5 * size - 1)
+    br.Unrolled(br.Reversible(), SGD(0.1, momentum=0.9), 76).init(known.problem)
+    with pytest.raises(MemoryError, match="through 304 updates of 5 weights with 5 hypers holds 10 numbers"):
+        br.Unrolled(br.Reversible(), SGD(0.1, momentum=0.9), 4 * 76).init(known.problem)
