@@ -264,9 +264,54 @@ def test_errors_say_what_is_missing():
         br.hypergradient(problem, {}, values, x, x)
     with pytest.raises(KeyError, match="lacks hyper 'decay'; the space has decay"):
         br.hypergradient(problem, problem.params(), {}, x, x)
+    with pytest.raises(KeyError, match="values has 'typo', which is no hyper; the space has decay"):
+        br.hypergradient(problem, problem.params(), {**values, "typo": 1.0}, x, x)
+    with pytest.raises(
+        ValueError, match=r"params\['weight'\] must have the shape of the model's, \(1, 2\); got \(2, 2\)"
+    ):
+        br.hypergradient(problem, {"weight": torch.ones(2, 2)}, values, x, x)
+    with pytest.raises(TypeError, match=r"dict\(model.named_parameters\(\)\); got Linear"):
+        br.hypergradient(problem, problem.model, values, x, x)
+    with pytest.raises(TypeError, match=r"solver must be a Solver.* Call it: CG\(...\)"):
+        br.hypergradient(problem, problem.params(), values, x, x, solver=br.CG)
+    for products in ("forward", None):
+        with pytest.raises(ValueError, match=f'products must be "exact" or "central"; got {products!r}'):
+            br.hypergradient(problem, problem.params(), values, x, x, products=products)
     sampled = simple(decay=br.Hyper(1.0, low=0.0, sampled=True))
     with pytest.raises(ValueError, match="'decay' is sampled"):
         br.hypergradient(sampled, sampled.params(), values, x, x)
+
+
+@pytest.mark.parametrize("cut", [Tensor.item, Tensor.detach], ids=["item", "detach"])
+def test_a_hyper_that_the_loss_detaches_has_no_hypergradient(cut):
+    """Zero would be taken for an optimum."""
+    problem = br.Problem(
+        nn.Linear(2, 1, bias=False),
+        br.Space(decay=br.Hyper(0.1, log=True), scale=br.Hyper(1.0)),
+        lambda model, batch, hyper: (
+            (hyper["scale"] * model(batch)).square().mean() + br.functional.l2(model, cut(hyper["decay"]))
+        ),
+        lambda model, batch, hyper: (model(batch) - 1).square().mean(),
+    )
+    x, random = normal(0, 4, 2), torch.get_rng_state()
+    with pytest.raises(ValueError, match="reads hyper 'decay', but does not depend on it through torch"):
+        br.hypergradient(problem, problem.params(), {"decay": 0.1, "scale": 1.0}, x, x)
+    method = br.methods.luketina2016()
+    with pytest.raises(ValueError, match="reads hyper 'decay', but does not depend on it through torch"):
+        method.hypergradient(problem, method.init(problem), x, x)
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_hyper_that_only_the_validation_loss_reads_has_its_direct_hypergradient():
+    problem = br.Problem(
+        nn.Linear(2, 1, bias=False),
+        br.Space(decay=br.Hyper(0.1, log=True), scale=br.Hyper(1.0)),
+        lambda model, batch, hyper: model(batch).square().mean() + br.functional.l2(model, hyper["decay"]),
+        lambda model, batch, hyper: model(batch).square().mean() + hyper["scale"] ** 2,
+    )
+    x = normal(0, 4, 2)
+    found = br.hypergradient(problem, problem.params(), {"decay": 0.1, "scale": 1.5}, x, x)
+    assert float(found.gradient["scale"]) == pytest.approx(3.0)
 
 
 # One solve is one matrix

@@ -13,12 +13,12 @@ SRC = Path(__file__).parents[1] / "src"
 #: From low to high: a module imports only from layers above its own line. A name with ``.*`` stands for a package's
 #: modules. A new module is added here.
 LAYERS = """
-    transforms
+    transforms  parts
     space
     vectors  extras  memory  tolerances
     problem  history
     stream  gradients  checkpoint  functional  state  optimizers  watch  console
-    solvers  perturb  responses  updates
+    solvers  reading  perturb  responses  updates
     unrolling.course
     unrolling.reverse  unrolling.forward  unrolling.reversible
     unrolling.fine_tune

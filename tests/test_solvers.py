@@ -586,3 +586,17 @@ def test_a_product_that_is_not_finite_is_said_and_what_was_found_before_it_is_ke
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.CG(5.0), r"steps must be a whole number; got 5\.0"),
+        (lambda: br.CG(tolerance="small"), "tolerance must be a number or a Tolerance, such as 1e-3; got 'small'"),
+        (lambda: br.Neumann(2.0), "terms must be a whole number"),
+        (lambda: br.Nystrom(2.0), "rank must be a whole number"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()

@@ -216,6 +216,8 @@ def test_reads_names_each_hyper_once_and_in_order():
         (lambda: SGD(0.1, nesterov=True), ValueError, "nesterov=True needs a momentum above 0"),
         (lambda: Adam(0.1, betas=(0.9, -0.1)), ValueError, "beta2 must be between 0 and 1; got -0.1"),
         (lambda: Adam(0.1, betas=(1.0, 0.9)), ValueError, "betas below 1"),
+        (lambda: Adam(0.1, betas=0.9), TypeError, r"betas must be two settings, such as \(0.9, 0.999\); got 0.9"),
+        (lambda: Adam(0.1, betas="b"), TypeError, "betas must be two settings"),
         (lambda: Adam(0.1, eps=0.0), ValueError, "eps above 0"),
     ],
 )
@@ -237,6 +239,18 @@ model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
         (SGD(0.1, momentum="h"), br.Hyper(0.1, low=0.0), ValueError, "must stay between 0 and 1.*low=0.0, high=1.0"),
         (SGD(0.1, momentum="h"), br.Hyper(0.1, low=0.0, high=1.5), ValueError, "must stay between 0 and 1"),
         (Adam(0.1, betas=(0.9, "h")), br.Hyper(0.1, log=True), ValueError, r"Adam\(beta2='h'\) must stay between 0"),
+        (
+            Adam(0.1, betas=(0.9, "h")),
+            br.Hyper(0.1, low=0.0, high=1.0),
+            ValueError,
+            "stay below 1.*low=0.0, high=0.9999",
+        ),
+        (
+            Adam(0.1, betas=("h", 0.9)),
+            br.Hyper(0.1, low=0.0, high=1.0),
+            ValueError,
+            r"Adam\(beta1='h'\) must stay below",
+        ),
         (Adam(0.1, eps="h"), br.Hyper(0.1, high=1.0), ValueError, r"Adam\(eps='h'\) must not fall below 0"),
         (SGD("h"), br.Net(nn.Linear(1, 1)), TypeError, "not sampled, and 'h' is a br.Net"),
         (SGD("h"), br.Hyper(0.1, log=True, sampled=True), TypeError, "not sampled, and 'h' is sampled"),
@@ -282,3 +296,13 @@ def test_every_update_of_this_file_moves_every_weight_that_has_a_gradient():
     """What the comparisons above stand on."""
     for before, after in pairwise(ours(Adam(0.1), {})):
         assert (before["2.weight"] != after["2.weight"]).all()
+
+
+def test_a_beta_as_near_to_one_as_its_bound_lets_it_gives_numbers():
+    """At 1 itself, where a hyper with that bound is rounded to, 1 − βᵗ is zero, and all is NaN."""
+    space = br.Space(beta=br.Hyper(0.9, low=0.0, high=0.9999))
+    rule = Adam(0.1, betas=(0.9, "beta"))
+    rule.check(space, SHAPES, STEPS)
+    values = space.values({"beta": torch.tensor(1e3, dtype=torch.float32)})
+    after, _ = rule.step(params(), rule.slots(params()), gradients()[0], values, index=0, count=0)
+    assert all(part.isfinite().all() for part in after.values())

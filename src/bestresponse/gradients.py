@@ -176,6 +176,20 @@ def valid_gradient(problem: Problem, params: Params, raw: Raw, batch: Batch, *, 
     return Gradient(loss, dict(zip(w, grads, strict=False)), dict(zip(r, grads[len(w) :], strict=True)))
 
 
+@torch.enable_grad()
+def train_dependence(problem: Problem, params: Params, raw: Raw, batch: Batch) -> dict[str, bool]:
+    """Does the training loss depend on each leaf of raw through torch? Nothing is written to the model's buffers."""
+    w, r = vectors.leaves(params), vectors.leaves(raw)
+
+    def differentiate(loss: Tensor) -> dict[str, bool]:
+        if not loss.requires_grad:
+            return dict.fromkeys(r, False)
+        grads = torch.autograd.grad(_mean(loss), list(r.values()), allow_unused=True)
+        return {leaf: grad is not None for leaf, grad in zip(r, grads, strict=True)}
+
+    return evaluate_then(problem, "train", w, problem.space.values(r), batch, None, differentiate)
+
+
 def curvature_product(
     problem: Problem,
     params: Params,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from bestresponse import vectors
 from bestresponse.gradients import Products, curvature_product, mixed_product, valid_gradient
+from bestresponse.parts import require_part
 from bestresponse.problem import Batch, Params, Problem, examples
+from bestresponse.reading import require_dependence
 from bestresponse.solvers import CG, Solution, Solver, Turn
 from bestresponse.space import Hyper, Net, Raw, Space, Values
 from bestresponse.vectors import Vector
@@ -46,6 +48,8 @@ class Linearization:
         buffers: Params,
         products: Products = "exact",
     ) -> None:
+        if products not in ("exact", "central"):
+            raise ValueError(f'products must be "exact" or "central"; got {products!r}')
         self.problem, self.params, self.raw, self.buffers = problem, params, raw, buffers
         self.gradients = 0  # what the products have cost so far
         self._products = products
@@ -148,20 +152,38 @@ def hypergradient(
             f"hyper {problem.space.sampled[0]!r} is sampled: the training loss cannot be differentiated in it, and "
             "this hypergradient needs that derivative. Use br.methods.adjoint()"
         )
+    require_part("solver", CG() if solver is None else solver, Solver, "br.CG()")
     natural = _natural(problem, values)
-    own = natural.params()
-    if lacking := sorted(own.keys() - params.keys()):
-        raise KeyError(f"params lacks the weights {lacking[0]!r}: give all of them, dict(model.named_parameters())")
+    weights = _weights_of(natural, params)
     place = Linearization(
         natural,
-        {name: params[name].detach() for name in own},
+        weights,
         natural.space.raw(dtype=problem.raw_dtype, device=problem.device),
         [train_batch],
         buffers=problem.buffers() if buffers is None else buffers,
         products=products,
     )
+    require_dependence(natural, weights, place.raw, train_batch)
     found = implicit_hypergradient(place, solver or CG(), [valid_batch], turn or Turn())
     return found._replace(gradient=natural.space.values(found.gradient))
+
+
+def _weights_of(problem: Problem, params: Mapping[str, Tensor]) -> Params:
+    """The trainable weights among what is given."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params must be a dict of weights, dict(model.named_parameters()); got {type(params).__name__}"
+        )
+    own = problem.params()
+    if lacking := sorted(own.keys() - params.keys()):
+        raise KeyError(f"params lacks the weights {lacking[0]!r}: give all of them, dict(model.named_parameters())")
+    for name, weight in own.items():
+        if params[name].shape != weight.shape:
+            raise ValueError(
+                f"params[{name!r}] must have the shape of the model's, {tuple(weight.shape)}; got "
+                f"{tuple(params[name].shape)}"
+            )
+    return {name: params[name].detach() for name in own}
 
 
 def _weights(batches: Sequence[Batch]) -> list[float]:
@@ -182,6 +204,8 @@ def _mean(weights: Sequence[float], parts: Iterable[Vector]) -> Vector:
 
 def _natural(problem: Problem, values: Values) -> Problem:
     """The same problem with hypers that are free, so that raw and values are one; they start at ``values``."""
+    if unknown := sorted(set(values) - set(problem.space)):
+        raise KeyError(f"values has {unknown[0]!r}, which is no hyper; the space has {', '.join(problem.space)}")
     free: dict[str, Hyper | Net] = {}
     for name, hyper in problem.space.items():
         if name not in values:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor
 
+from bestresponse.parts import require_part as require_part
+from bestresponse.parts import require_whole
 from bestresponse.problem import Params, Problem
 from bestresponse.state import State
 from bestresponse.stream import Stream
@@ -37,14 +39,17 @@ class Method(abc.ABC):
         weights = method.params(problem, state)
     """
 
-    #: Does the method need the derivative of the training loss in every hyper?
-    needs_raw_gradient: ClassVar[bool] = False
-    #: If so: does it do without that of sampled hypers, given one loss per example?
+    #: If it needs the raw gradient: does it do without that of sampled hypers, given one loss per example?
     regresses_sampled: ClassVar[bool] = False
     #: Is a loss that becomes NaN or infinite the method's own business, rather than the end of the run?
     survives_non_finite: ClassVar[bool] = False
     #: The names that ``Metrics.extra`` may have: columns of the history.
     extras: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs_raw_gradient(self) -> bool:
+        """Does the method need the derivative of the training loss in every hyper?"""
+        return False
 
     @abc.abstractmethod
     def init(self, problem: Problem, *, seed: int = 0) -> State:
@@ -57,14 +62,6 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def params(self, problem: Problem, state: Any) -> Params:
         """Ordinary weights to deploy at ``state.raw``."""
-
-
-def require_part(name: str, part: object, kind: type, example: str) -> None:
-    """Raise unless what is given as ``name`` is of its kind. A class or function that was not called is told so."""
-    if not isinstance(part, kind):
-        called = getattr(part, "__name__", None) if callable(part) else None
-        call = f". Call it: {called}(...)" if called else ""
-        raise TypeError(f"{name} must be a {kind.__name__}, such as {example}; got {part!r}{call}")
 
 
 class ReadsHypers(abc.ABC):
@@ -112,6 +109,7 @@ class Alternate(Schedule):
     warmup: float = 0
 
     def __post_init__(self) -> None:
+        require_whole("train", self.train)
         if self.train < 1 or self.warmup < 0:
             raise ValueError(
                 f"Alternate needs train >= 1 and warmup >= 0; got train={self.train}, warmup={self.warmup}"
@@ -134,6 +132,7 @@ class ThenTune(Schedule):
     train: int
 
     def __post_init__(self) -> None:
+        require_whole("train", self.train)
         if self.train < 1:
             raise ValueError(f"ThenTune needs at least one training step; got {self.train}")
 

@@ -8,7 +8,7 @@ import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from bestresponse import vectors
 from bestresponse.history import COLUMNS
 from bestresponse.method import Alternate, Method, ReadsHypers, require_part
 from bestresponse.problem import Loss, Params, Problem, evaluate, evaluate_then
+from bestresponse.reading import Watched
 from bestresponse.space import Raw
 from bestresponse.stream import Stream
 
@@ -131,7 +132,7 @@ def _check_loss(
     user_loss = problem.train_loss if which == "train" else problem.valid_loss
 
     def watched(model: Any, batch: Any, hyper: Any) -> Tensor:
-        return user_loss(model, batch, _Watched(hyper, seen))
+        return user_loss(model, batch, Watched(hyper, seen))
 
     trial = dataclasses.replace(problem, train_loss=watched, valid_loss=watched)
     with _noting(f"{which}_loss", stream, problem):
@@ -228,45 +229,3 @@ def _describe(batch: Any) -> str:
 def _short(thing: Any) -> str:
     """A thing in an error: as it prints, if that is short."""
     return text if len(text := repr(thing)) <= 80 else f"a {type(thing).__name__}"
-
-
-@final
-class _Watched(dict[str, Any]):
-    """Values that note which hypers are read."""
-
-    def __init__(self, values: Mapping[str, Any], seen: set[str]) -> None:
-        super().__init__(values)
-        self._seen = seen
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        self._seen.add(name)
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"hypers are read by name from a dict: hyper[{name!r}]")
-
-    def __iter__(self) -> Iterator[str]:
-        # Not idle: a dict whose __iter__ is its own is copied item by item, through __getitem__, by dict() and **.
-        return super().__iter__()
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | dict(self)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._seen.add(name)
-        return super().get(name, default)
-
-    def values(self) -> Any:
-        self._seen.update(self)
-        return super().values()
-
-    def items(self) -> Any:
-        self._seen.update(self)
-        return super().items()

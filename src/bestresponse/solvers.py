@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bestresponse import vectors
+from bestresponse.parts import require_whole
 from bestresponse.tolerances import Tolerance
 from bestresponse.vectors import Vector
 
@@ -96,6 +97,7 @@ class Neumann(Solver):
     lr: float = 0.1
 
     def __post_init__(self) -> None:
+        require_whole("terms", self.terms)
         _require(self, self.terms >= 0 and self.lr > 0, "terms >= 0 and lr > 0")
 
     def solve(self, product: Product, b: Vector, turn: Turn = Turn()) -> Solution:
@@ -151,6 +153,9 @@ class CG(Solver):
     tolerance: float | Tolerance = 1e-3
 
     def __post_init__(self) -> None:
+        require_whole("steps", self.steps)
+        if not isinstance(self.tolerance, Tolerance | float | int):
+            raise TypeError(f"tolerance must be a number or a Tolerance, such as 1e-3; got {self.tolerance!r}")
         fine = isinstance(self.tolerance, Tolerance) or self.tolerance >= 0
         _require(self, self.steps >= 1 and self.damping >= 0 and fine, "steps >= 1, damping >= 0 and tolerance >= 0")
 
@@ -228,6 +233,7 @@ class Nystrom(Solver):
     damping: float = 0.1
 
     def __post_init__(self) -> None:
+        require_whole("rank", self.rank)
         _require(self, self.rank >= 1 and self.damping > 0, "rank >= 1 and damping > 0")
 
     def solve(self, product: Product, b: Vector, turn: Turn = Turn()) -> Solution:

@@ -33,11 +33,12 @@ Slots = dict[str, Vector]
 
 
 class Range(NamedTuple):
-    """A setting and where it must lie: from ``low`` to ``high``."""
+    """A setting and where it must lie: from ``low`` to ``high``, or with ``below`` not quite to ``high``."""
 
     setting: Setting
     low: float = 0.0
     high: float = math.inf
+    below: bool = False
 
 
 class Update(abc.ABC):
@@ -86,8 +87,8 @@ class Update(abc.ABC):
             shapes: The shape of each parameter.
             steps: How many updates there will be: the length of a schedule.
         """
-        for setting, (name, low, high) in self.settings.items():
-            if isinstance(name, str):
+        for setting, span in self.settings.items():
+            if isinstance(name := span.setting, str):
                 what = f"{type(self).__name__}({setting}={name!r})"
                 if name not in space:
                     raise KeyError(
@@ -98,7 +99,7 @@ class Update(abc.ABC):
                 if not isinstance(hyper, Hyper) or hyper.sampled:
                     kind = "sampled" if isinstance(hyper, Hyper) else "a br.Net"
                     raise TypeError(f"{what} needs a br.Hyper that is not sampled, and {name!r} is {kind}")
-                _check_bounds(what, name, hyper, low, high)
+                _check_bounds(what, name, hyper, span)
                 _check_shape(what, hyper, shapes, steps)
 
 
@@ -176,7 +177,7 @@ class Adam(Update):
 
     Args:
         lr: η, the learning rate.
-        betas: β₁ and β₂.
+        betas: β₁ and β₂, below 1.
         eps: ε, above 0.
         weight_decay: The optimizer's own decay δ: added to the gradient as δw.
         decoupled: Shrink the weights by ηδw instead, past the moments.
@@ -189,6 +190,8 @@ class Adam(Update):
     decoupled: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise TypeError(f"betas must be two settings, such as (0.9, 0.999); got {self.betas!r}")
         _check_numbers(self)
         if self.eps == 0.0 or 1.0 in self.betas:
             raise ValueError(f"Adam needs eps above 0 and betas below 1; got eps={self.eps}, betas={self.betas}")
@@ -198,8 +201,8 @@ class Adam(Update):
         """Every setting by its name."""
         return {
             "lr": Range(self.lr),
-            "beta1": Range(self.betas[0], high=1.0),
-            "beta2": Range(self.betas[1], high=1.0),
+            "beta1": Range(self.betas[0], high=1.0, below=True),
+            "beta2": Range(self.betas[1], high=1.0, below=True),
             "eps": Range(self.eps),
             "weight_decay": Range(self.weight_decay),
         }
@@ -256,7 +259,7 @@ def _is_zero(setting: float | Tensor) -> bool:
 
 
 def _check_numbers(update: Update) -> None:
-    for name, (setting, low, high) in update.settings.items():
+    for name, (setting, low, high, _) in update.settings.items():
         if isinstance(setting, str):
             continue
         if isinstance(setting, bool) or not isinstance(setting, float | int):
@@ -266,15 +269,21 @@ def _check_numbers(update: Update) -> None:
             raise ValueError(f"{name} must be {span}; got {setting}")
 
 
-def _check_bounds(what: str, name: str, hyper: Hyper, low: float, high: float) -> None:
+def _check_bounds(what: str, name: str, hyper: Hyper, span: Range) -> None:
+    low, high = span.low, span.high
     lowest = 0.0 if hyper.log and hyper.low is None else hyper.low
-    if lowest is None or lowest < low or (math.isfinite(high) and (hyper.high is None or hyper.high > high)):
-        span = f"must stay between {low:g} and {high:g}" if math.isfinite(high) else f"must not fall below {low:g}"
-        bounds = f"low={low}, high={high}" if math.isfinite(high) else f"log=True or low={low}"
-        raise ValueError(
-            f"{what} {span}, and hyper {name!r} may lie between {-math.inf if lowest is None else lowest} and "
-            f"{math.inf if hyper.high is None else hyper.high}. Declare it with {bounds}"
-        )
+    finite, highest = math.isfinite(high), math.inf if hyper.high is None else hyper.high
+    if lowest is None or lowest < low or (finite and highest > high):
+        rule = f"must stay between {low:g} and {high:g}" if finite else f"must not fall below {low:g}"
+    elif span.below and highest == high:  # which a hyper reaches when it is rounded, and 1 − β is then 0
+        rule = f"must stay below {high:g}"
+    else:
+        return
+    bounds = f"low={low}, high={0.9999 if span.below else high}" if finite else f"log=True or low={low}"
+    raise ValueError(
+        f"{what} {rule}, and hyper {name!r} may lie between {-math.inf if lowest is None else lowest} and {highest}. "
+        f"Declare it with {bounds}"
+    )
 
 
 def _check_shape(what: str, hyper: Hyper, shapes: Mapping[str, Shape], steps: int) -> None:

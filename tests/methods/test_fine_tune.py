@@ -34,6 +34,8 @@ def test_many_updates_lead_to_the_best_response_whatever_the_response_is():
     train, valid = streams(known.train, known.valid)
     _, hypergradient = method.hypergradient(known.problem, state, next(valid), train)
     near(hypergradient["decay.weight"][0], known.hypergradient(raw))
+    near(method.params(known.problem, state)["weight"], method.respond(state, state.raw)["weight"].detach())
+    method.step(known.problem, state, train, valid)
     near(method.params(known.problem, state)["weight"][0], known.best_response(raw))
     assert float((method.respond(state, raw)["weight"][0] - known.best_response(raw)).detach().norm()) > 0.1
 
@@ -123,7 +125,25 @@ def test_buffers_move_with_the_training_updates_alone():
     assert int(state.buffers["norm.num_batches_tracked"]) == 1
 
 
+def test_a_hyper_that_the_loss_detaches_is_refused_before_the_run():
+    known = Ridge()
+
+    def train_loss(model, batch, hyper):
+        return known.problem.train_loss(model, batch, {"decay": {"weight": hyper["decay"]["weight"].detach()}})
+
+    problem = br.Problem(known.problem.model, known.problem.space, train_loss, known.problem.valid_loss)
+    with pytest.raises(ValueError, match="does not depend on it through torch, and BestResponse needs that derivative"):
+        br.tune(problem, br.BestResponse(fine_tune=br.FineTune(2, SGD(0.1))), known.train, known.valid, steps=1)
+    assert br.tune(problem, br.BestResponse(), known.train, known.valid, steps=1).status is br.Status.FINISHED
+
+
 def test_what_cannot_be_is_refused():
+    with pytest.raises(TypeError, match=r"update must be an Update, such as br\.updates\.SGD\(0\.1\); got 3"):
+        br.FineTune(SGD(0.1), 3)
+    with pytest.raises(TypeError, match=r"steps must be a whole number; got 2\.0"):
+        br.FineTune(2.0, SGD(0.1))
+    with pytest.raises(TypeError, match=r"fine_tune must be a FineTune, .* got 3"):
+        br.BestResponse(fine_tune=3)
     with pytest.raises(ValueError, match=r"steps must be at least 1; got 0.*fine_tune=None"):
         br.FineTune(0, SGD(0.1))
     with pytest.raises(ValueError, match="products must be"):

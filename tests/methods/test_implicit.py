@@ -492,6 +492,23 @@ def test_a_solver_must_return_a_solution():
         method.hypergradient(known.problem, method.init(known.problem), known.train.tensors, known.valid.tensors)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.Implicit("cg"), "solver must be a Solver, such as .* got 'cg'"),
+        (lambda: br.Implicit(br.CG), r"solver must be a Solver.* Call it: CG\(\.\.\.\)"),
+        (lambda: br.Implicit(br.CG(), schedule=5), "schedule must be a Schedule, .* got 5"),
+        (lambda: br.Implicit(br.CG(), batches=2.0), r"batches must be a whole number; got 2\.0"),
+        (lambda: br.Implicit(train_tolerance=1e-3), "train_tolerance must be a Tolerance, .* got 0.001"),
+        (lambda: br.Alternate(train=1.5), r"train must be a whole number; got 1\.5"),
+        (lambda: br.ThenTune("3"), "train must be a whole number; got '3'"),
+    ],
+)
+def test_parts_of_another_kind_are_refused_where_they_are_given(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
 def test_no_batches_are_refused():
     with pytest.raises(ValueError, match="batches must be at least 1; got 0"):
         br.Implicit(batches=0)

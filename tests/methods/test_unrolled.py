@@ -135,6 +135,47 @@ def test_drmad_goes_along_the_line_and_gives_every_hyper_its_own_number():
     assert float((got - descent.hypergradient(6)).abs().max()) > 1e-3
 
 
+def test_drmad_takes_velocities_from_the_line_too():
+    """With momentum, a rate for each update and decays, against a recursion on matrices."""
+    steps, start, a, b = 4, normal(1, 3), normal(2, 6, 3), normal(3, 6)
+    model = nn.Linear(3, 1, bias=False)
+    model.weight.data.copy_(start[None])
+    space = br.Space(
+        decay=br.Hyper(0.3, log=True, shape=(3,)),
+        rate=br.Hyper(0.1, log=True, shape=(steps,)),
+        momentum=br.Hyper(0.6, low=0.0, high=1.0),
+    )
+    problem = br.Problem(
+        model,
+        space,
+        lambda model, batch, hyper: (
+            (a @ model.weight[0] - b).square().mean() + (hyper["decay"] * model.weight[0].square()).sum()
+        ),
+        lambda model, batch, hyper: (model.weight[0] - 1).square().sum(),
+    )
+    got = hypergradient(br.Unrolled(br.DrMAD(), SGD("rate", "momentum"), steps), problem, [0], [0]).raw
+    decay, rate, momentum = torch.full((3,), 0.3), torch.full((steps,), 0.1), 0.6
+
+    def slope(w: Tensor) -> Tensor:
+        return 2 * a.T @ (a @ w - b) / 6 + 2 * decay * w
+
+    w, v = start, torch.zeros(3)
+    for t in range(steps):
+        v = momentum * v + slope(w)
+        w = w - rate[t] * v
+    last, fast = w, v
+    of_w, of_v, h = 2 * (last - 1), torch.zeros(3), 2 * a.T @ a / 6 + 2 * torch.diag(decay)
+    of_decay, of_rate, of_momentum = torch.zeros(3), torch.zeros(steps), torch.tensor(0.0)
+    for t in reversed(range(steps)):
+        w, v = (1 - t / steps) * start + t / steps * last, t / steps * fast
+        of_rate[t] = -of_w @ (momentum * v + slope(w))
+        through = of_v - rate[t] * of_w
+        of_momentum, of_decay = of_momentum + through @ v, of_decay + 2 * w * through
+        of_w, of_v = of_w + h @ through, momentum * through
+    expected = {"decay": of_decay * decay, "rate": of_rate * rate, "momentum": of_momentum * momentum * (1 - momentum)}
+    near(got, expected, 1e-11)
+
+
 @pytest.mark.parametrize("update", [SGD(0.1), SGD("rate")], ids=repr)
 def test_drmad_is_exact_where_the_weights_go_straight(update):
     """A training loss that is linear in the weights."""
@@ -182,8 +223,8 @@ UPDATES = {
         Adam("lr", betas=("beta1", "beta2"), eps="eps", weight_decay="own"),
         {
             "lr": br.Hyper(0.05, log=True, shape=br.per_tensor(TinyNet())),
-            "beta1": br.Hyper(0.8, low=0.0, high=1.0),
-            "beta2": br.Hyper(0.9, low=0.0, high=1.0, shape=(T,)),
+            "beta1": br.Hyper(0.8, low=0.0, high=0.999),
+            "beta2": br.Hyper(0.9, low=0.0, high=0.999, shape=(T,)),
             "eps": br.Hyper(1e-2, log=True),
             "own": br.Hyper(0.05, low=0.0),
         },
@@ -381,7 +422,7 @@ def test_multiplying_rounds_down_and_is_undone_bit_for_bit(start, factors, seed)
 
 
 def test_what_multiplying_cuts_off_takes_little_memory():
-    """μ = 0.9: near log₂(1/μ) = 0.15 bits a number and update, where a float32 copy has 32."""
+    """μ = 0.9: far below the one bit a number and update that may be lost, and below the 32 of a float32 copy."""
     numbers = torch.randint(-(2**40), 2**40, (10_000,))
     remainder = _Remainder(torch.zeros_like(numbers))
     n = torch.tensor(round(0.9 * 2**RATIO))
@@ -654,6 +695,24 @@ def test_a_schedule_of_rates_ends_lower_than_the_best_constant_rate():
 # What cannot be
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: br.Unrolled("reverse"), "mode must be a Mode, such as .* got 'reverse'"),
+        (lambda: br.Unrolled(br.Reverse), r"mode must be a Mode.* Call it: Reverse\(\.\.\.\)"),
+        (lambda: br.Unrolled(SGD(0.1), br.Reverse(), 5), r"mode must be a Mode.* got SGD\(lr=0\.1"),
+        (lambda: br.Unrolled(br.Reverse(), 0.1, 5), "update must be an Update, such as .* got 0.1"),
+        (lambda: br.Unrolled(br.Reverse(), TorchSGD, 5), "update must be an Update, .* got <class 'torch.optim[^(]*$"),
+        (lambda: br.Unrolled(br.Reverse(), SGD(0.1), 5.0), r"steps must be a whole number; got 5\.0"),
+        (lambda: br.Reverse(last=2.0), r"last must be a whole number; got 2\.0"),
+        (lambda: br.Checkpointed(every=True), "every must be a whole number; got True"),
+    ],
+)
+def test_parts_of_another_kind_are_refused_where_they_are_given(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
 def test_what_cannot_be_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="steps must be at least 1 training update; got 0"):
         br.Unrolled(br.Reverse(), SGD(0.1), 0)
@@ -702,6 +761,10 @@ def test_a_hyper_that_neither_loss_nor_rule_reads_is_refused(tmp_path):
         br.tune(idle, br.Unrolled(br.Reverse(), SGD(0.1), 3), train, valid, steps=1)
     with pytest.raises(ValueError, match="train_loss never reads hyper 'rate'"):
         br.tune(idle, br.methods.luketina2016(), train, valid, steps=1)
+    both = br.Space(**dict(space.items()), other=br.Hyper(0.1, log=True))
+    beside = br.Problem(problem.model, both, problem.train_loss, problem.valid_loss)
+    with pytest.raises(ValueError, match="train_loss never reads hyper 'other'"):
+        br.tune(beside, br.Unrolled(br.Reverse(), SGD("rate"), 3), train, valid, steps=1)
 
 
 def test_more_memory_than_there_is_is_refused_before_the_run(monkeypatch):
@@ -720,3 +783,13 @@ def test_more_memory_than_there_is_is_refused_before_the_run(monkeypatch):
         monkeypatch.setattr("bestresponse.memory.total_memory", lambda device, needed=needed: needed - 1)
         with pytest.raises(MemoryError, match=rf"5 weights with 5 hypers holds {copies} numbers.*Checkpointed"):
             method.init(known.problem)
+
+
+def test_the_remainders_of_a_long_reversible_training_are_counted_before_the_run(monkeypatch):
+    """A 76th of a copy an update, beside three times 64 bits for each weight."""
+    known = Ridge(5)
+    size = torch.finfo(torch.get_default_dtype()).bits // 8
+    monkeypatch.setattr("bestresponse.memory.total_memory", lambda device: 10 * 5 * size - 1)
+    br.Unrolled(br.Reversible(), SGD(0.1, momentum=0.9), 76).init(known.problem)
+    with pytest.raises(MemoryError, match="through 304 updates of 5 weights with 5 hypers holds 10 numbers"):
+        br.Unrolled(br.Reversible(), SGD(0.1, momentum=0.9), 4 * 76).init(known.problem)

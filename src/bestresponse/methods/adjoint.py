@@ -133,7 +133,6 @@ class Adjoint(Method):
     lr_schedule: ScheduleFactory | None = None
     hyper_lr_schedule: ScheduleFactory | None = inverse_root
     hyper_lr: Mapping[str, float] | None = None
-    needs_raw_gradient: ClassVar[bool] = True
     regresses_sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -148,6 +147,11 @@ class Adjoint(Method):
             raise ValueError("perturb must follow the hypers, so it takes no fixed mean: br.Gaussian(scale)")
         if self.perturb.clip is not None:
             raise ValueError("perturb takes no clip here: draws that were moved would bias the regression on them")
+
+    @property
+    def needs_raw_gradient(self) -> bool:
+        """Always."""
+        return True
 
     def init(self, problem: Problem, *, seed: int = 0) -> AdjointState:
         """The model's weights, the hypers at their starts, and an adjoint of zero."""

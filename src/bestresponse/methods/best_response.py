@@ -15,6 +15,7 @@ from bestresponse.gradients import Gradient, train_gradient, train_gradients, va
 from bestresponse.memory import require_memory
 from bestresponse.method import Alternate, Method, Metrics, ReadsHypers, Schedule, require_part
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
+from bestresponse.parts import require_whole
 from bestresponse.perturb import Gaussian, Perturbation
 from bestresponse.problem import Batch, Params, Problem
 from bestresponse.responses import Linear, Recipe, Response
@@ -80,6 +81,9 @@ class BestResponse(Method, ReadsHypers):
         require_part("schedule", self.schedule, Schedule, "br.Alternate()")
         if self.perturb is not None:
             require_part("perturb", self.perturb, Perturbation, "br.Gaussian(0.1), or None")
+        if self.fine_tune is not None:
+            require_part("fine_tune", self.fine_tune, FineTune, "br.FineTune(3, br.updates.SGD(0.1)), or None")
+        require_whole("samples", self.samples)
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1; got {self.samples}")
         if getattr(self.perturb, "learn", False):
@@ -99,6 +103,11 @@ class BestResponse(Method, ReadsHypers):
     def reads(self, problem: Problem) -> frozenset[str]:
         """The hypers that are settings of the fine-tuning updates."""
         return self.fine_tune.reads(problem) if self.fine_tune is not None else frozenset()
+
+    @property
+    def needs_raw_gradient(self) -> bool:
+        """For fine-tuning, whose updates are differentiated."""
+        return self.fine_tune is not None
 
     def init(self, problem: Problem, *, seed: int = 0) -> BestResponseState:
         """The response at the model's weights, the hypers at their starts."""
@@ -149,14 +158,21 @@ class BestResponse(Method, ReadsHypers):
         stacked = {name: leaf[None] for name, leaf in raw.items()}
         return {name: part[0] for name, part in state.response(self._seen(state, stacked)).items()}
 
-    @torch.enable_grad()
     def hypergradient(
         self, problem: Problem, state: BestResponseState, batch: Batch, train: Stream | None = None
     ) -> tuple[Tensor, Raw]:
         """The validation loss on one batch, and its derivative in raw through the response.
 
-        With ``fine_tune``, also through its updates, on batches from ``train``.
+        With ``fine_tune``, also through its updates, on batches from ``train``. What is deployed stays as it is.
         """
+        loss, gradient, _ = self._hypergradient(problem, state, batch, train)
+        return loss, gradient
+
+    @torch.enable_grad()
+    def _hypergradient(
+        self, problem: Problem, state: BestResponseState, batch: Batch, train: Stream | None
+    ) -> tuple[Tensor, Raw, Params]:
+        """As :meth:`hypergradient`, and the fine-tuned weights."""
         raw = vectors.leaves(state.raw)
         params = self.respond(state, raw)
 
@@ -165,10 +181,10 @@ class BestResponse(Method, ReadsHypers):
             state.cost.gradients += 1
             return valid_gradient(problem, place.params, state.raw, batch, buffers=state.buffers)
 
-        gradient, state.fine_tuned = self._after_updates(problem, state, params, state.raw, train, look)
+        gradient, fine_tuned = self._after_updates(problem, state, params, state.raw, train, look)
         loss, by_params, by_raw = gradient
         through = torch.autograd.grad(list(params.values()), list(raw.values()), [by_params[name] for name in params])
-        return loss, {name: by_raw[name] + part for name, part in zip(raw, through, strict=True)}
+        return loss, {name: by_raw[name] + part for name, part in zip(raw, through, strict=True)}, fine_tuned
 
     @torch.enable_grad()
     def _train(self, problem: Problem, state: BestResponseState, train: Stream) -> Tensor:
@@ -234,7 +250,8 @@ class BestResponse(Method, ReadsHypers):
         return self.fine_tune.gradient(problem, start, raw, train, look, generator=state.generator, cost=state.cost)
 
     def _tune(self, problem: Problem, state: BestResponseState, train: Stream, valid: Stream) -> Tensor:
-        loss, hypergradient = self.hypergradient(problem, state, next(valid), train)
+        batch = next(valid)
+        loss, hypergradient, state.fine_tuned = self._hypergradient(problem, state, batch, train)
         state.raw_updater.update(state.raw, hypergradient)
         return loss
 

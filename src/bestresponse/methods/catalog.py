@@ -138,7 +138,9 @@ def adjoint(**parts: Any) -> Adjoint:
 
     p ← p − η ∘ ((H + ρ) p − ∂L_V/∂w) for every training update, and dL_V/dλ ≈ ∂L_V/∂λ − (∂²L_T/∂λ∂w) p. Use it for any
     number of hypers, differentiable or sampled, with any model that can be trained. Costs two gradients a training
-    update and half a validation gradient; fewer with ``pair_every``. Memory: four more vectors as large as the weights.
+    update and half a validation gradient; fewer with ``pair_every``. Memory: six more vectors as large as the weights
+    than training with Adam takes: the adjoint, its two moments, averaged weights, the validation slope, the pair's
+    second gradient.
     """
     return Adjoint(**parts)
 

@@ -16,7 +16,9 @@ from bestresponse.gradients import Products, train_gradient
 from bestresponse.hypergradient import Hypergradient, Linearization, implicit_hypergradient
 from bestresponse.method import Alternate, Method, Metrics, Schedule
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
+from bestresponse.parts import require_part, require_whole
 from bestresponse.problem import Batch, Params, Problem
+from bestresponse.reading import require_dependence
 from bestresponse.solvers import Identity, Solution, Solver, Turn
 from bestresponse.space import Raw
 from bestresponse.state import State
@@ -85,14 +87,23 @@ class Implicit(Method):
     lr_schedule: ScheduleFactory | None = None
     hyper_lr_schedule: ScheduleFactory | None = None
     hyper_lr: Mapping[str, float] | None = None
-    needs_raw_gradient: ClassVar[bool] = True
     extras: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __post_init__(self) -> None:
+        require_part("solver", self.solver, Solver, "br.CG()")
+        require_part("schedule", self.schedule, Schedule, "br.Alternate()")
+        if self.train_tolerance is not None:
+            require_part("train_tolerance", self.train_tolerance, Tolerance, "br.PowerTolerance(0.1), or None")
+        require_whole("batches", self.batches)
         if self.products not in ("exact", "central"):
             raise ValueError(f'products must be "exact" or "central"; got {self.products!r}')
         if self.batches < 1:
             raise ValueError(f"batches must be at least 1; got {self.batches}")
+
+    @property
+    def needs_raw_gradient(self) -> bool:
+        """Always."""
+        return True
 
     def init(self, problem: Problem, *, seed: int = 0) -> ImplicitState:
         """The model's weights, and the hypers at their starts."""
@@ -136,6 +147,8 @@ class Implicit(Method):
         It counts its costs, and may draw from the state's generator; nothing else is changed.
         """
         found = self._solve(problem, state, [train_batch], valid_batch)
+        if not all(bool(part.any()) for part in found.gradient.values()):  # so it may be; or the loss detaches a hyper
+            require_dependence(problem, state.params, state.raw, train_batch)
         return found.valid_loss, found.gradient
 
     def _train(self, problem: Problem, state: ImplicitState, batch: Batch) -> tuple[Tensor, bool]:

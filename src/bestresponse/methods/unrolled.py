@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import torch
 
@@ -14,6 +14,7 @@ from bestresponse.gradients import Gradient, Products, train_gradient, valid_gra
 from bestresponse.memory import require_memory
 from bestresponse.method import Method, Metrics, ReadsHypers, Retrains
 from bestresponse.optimizers import OptimizerFactory, ScheduleFactory, Updater
+from bestresponse.parts import require_part, require_whole
 from bestresponse.problem import Params, Problem
 from bestresponse.state import State
 from bestresponse.stream import Stream
@@ -74,9 +75,11 @@ class Unrolled(Method, ReadsHypers, Retrains):
     hyper_optimizer: OptimizerFactory = partial(torch.optim.Adam, lr=3e-2)
     hyper_lr_schedule: ScheduleFactory | None = None
     hyper_lr: Mapping[str, float] | None = None
-    needs_raw_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_part("mode", self.mode, Mode, "br.Reverse()")
+        require_part("update", self.update, Update, "br.updates.SGD(0.1)")
+        require_whole("steps", self.steps)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1 training update; got {self.steps}")
         if self.products not in ("exact", "central"):
@@ -88,6 +91,11 @@ class Unrolled(Method, ReadsHypers, Retrains):
         shapes = {name: tuple(p.shape) for name, p in problem.params().items()}
         self.update.check(problem.space, shapes, self.steps)
         return frozenset(self.update.reads)
+
+    @property
+    def needs_raw_gradient(self) -> bool:
+        """Always."""
+        return True
 
     def init(self, problem: Problem, *, seed: int = 0) -> UnrolledState:
         """The model's weights, and the hypers at their starts."""

@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from bestresponse.gradients import Gradient, Products
+from bestresponse.parts import require_part, require_whole
 from bestresponse.problem import Params, Problem
 from bestresponse.space import Raw
 from bestresponse.state import Cost
@@ -37,6 +38,8 @@ class FineTune:
     products: Products = "exact"
 
     def __post_init__(self) -> None:
+        require_part("update", self.update, Update, "br.updates.SGD(0.1)")
+        require_whole("steps", self.steps)
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1; got {self.steps}. For no fine-tuning use fine_tune=None")
         if self.products not in ("exact", "central"):

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
+from bestresponse.parts import require_whole
 from bestresponse.unrolling.course import Adjoint, Course, Leg, Mode, Outcome, Place, Tangents
 from bestresponse.updates import Update
 from bestresponse.vectors import Vector
@@ -33,6 +34,8 @@ class Reverse(Mode):
     last: int | None = None
 
     def __post_init__(self) -> None:
+        if self.last is not None:
+            require_whole("last", self.last)
         if self.last is not None and self.last < 1:
             raise ValueError(f"last must be at least 1 update, or None for all; got {self.last}")
 
@@ -74,6 +77,8 @@ class Checkpointed(Mode):
     every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.every is not None:
+            require_whole("every", self.every)
         if self.every is not None and self.every < 1:
             raise ValueError(f"every must be at least 1 update, or None for √T; got {self.every}")
 

@@ -17,6 +17,7 @@ from bestresponse.vectors import Vector
 
 FRACTION: Final = 40  # bits behind the point: weights and velocities are multiples of 2⁻⁴⁰, about 1e-12
 RATIO: Final = 30  # momenta are multiples of 2⁻³⁰
+GROWTH: Final = 76  # updates in which full remainders grow by one float32 copy of many weights, for μ = 0.9
 LIMIT: Final = 2.0**61  # whole numbers below it can be added without overflow
 
 
@@ -28,9 +29,11 @@ class Reversible(Mode):
     Weights w and velocities v are whole multiples of 2⁻⁴⁰, so that additions can be undone exactly. The one step that
     loses information is v ← ⌊μv⌋, with μ a multiple of 2⁻³⁰: c numbers, one or two for μ = 0.9, lead to the same. Which
     of them it was, i, goes into a remainder r ← cr + i, a whole number per weight, from which it can be had again.
-    Remainders grow by about log₂(1/μ) bits an update; for μ = 0.9 they take a 90th of a float32 copy of the weights
-    an update. On the way back every update is undone with its own gradient, computed again; whether training came back
-    to its first weights, bit for bit, is checked at the end. A training in which a number leaves ±2 million counts as
+    How fast remainders grow is decided by the weight that needs most, as all are put away together: measured for
+    μ = 0.9, 0.23 bits an update with 10 weights, 0.32 with 10⁴ and 0.41 with 3·10⁵, which is a 76th of a float32 copy
+    of the weights; for μ = 0.99 0.12 bits.
+    On the way back every update is undone with its own gradient, computed again; whether training came back to its
+    first weights, bit for bit, is checked at the end. A training in which a number leaves ±2 million counts as
     diverged: its loss is NaN.
 
     The derivative is that of :class:`Reverse` at the weights of this rounded training. Only for ``SGD`` with momentum
@@ -75,8 +78,8 @@ class Reversible(Mode):
             raise ValueError(_ONLY.format(update))
 
     def copies(self, steps: int, hypers: int, slots: int) -> float:
-        """Weights, velocities and remainders in 64 bits each. How remainders grow is not known before the run."""
-        return 6
+        """Weights, velocities and remainders in 64 bits each; and full remainders, as measured for μ = 0.9."""
+        return 6 + steps / GROWTH
 
 
 _ONLY: Final = (
