@@ -337,6 +337,7 @@ def test_workers_of_a_loader_make_no_difference() -> None:
     assert_same_run(*runs)
 
 
+@pytest.mark.filterwarnings("ignore:no hyper will be changed")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @each_loader
