@@ -1,7 +1,8 @@
 """Every fixed setting of a 4 x 4 x 4 grid of dropout rates, on the problem that ``tasks.dropout`` tunes.
 
 All settings and seeds are trained side by side, as one batched product a layer, on the batches that a tuned run with
-that seed sees; then they are deployed as ``Adjoint`` deploys, as the mean of the last 100 updates, and as they are.
+that seed sees. They are deployed as ``Adjoint`` deploys, as the mean of the last 100 updates, and as they are. Then
+``Adjoint`` tunes the rates, with its defaults, from two starts.
 
     python benchmarks/dropout_grid.py [--device cuda] [--out benchmarks/results/dropout_grid.json]
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from defaults import jobs, run
 from tasks import Task, dropout
 from torch import Tensor
 from torch.nn import functional as F
@@ -95,6 +97,14 @@ def main() -> None:
             rows.append({"seed": seed, "rates": rates, **{name: column[i] for name, column in measured.items()}})
         best = min(rows[-len(settings) :], key=lambda row: row["valid/averaged"])
         print(f"seed {seed}, {time.perf_counter() - began:.0f} s, the best on validation: {best}", flush=True)
+    tuned = []
+    for job in jobs(["dropout"], ["adjoint"], options.seeds):
+        row = run(job, options.device)
+        tuned.append(
+            {"seed": job.seed, "start": job.start, "valid": row["valid/loss"], "test": row["test/loss"]}
+            | {"rates": row["values"]["rate"]}
+        )
+        print(f"tuned: {tuned[-1]}", flush=True)
     if options.out:
         report = {
             "date": datetime.now(UTC).date().isoformat(),
@@ -103,6 +113,7 @@ def main() -> None:
             "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
             "updates": options.updates,
             "rows": rows,
+            "tuned": tuned,
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
